@@ -316,6 +316,8 @@ def test_what_biases_do_not_take() -> None:
          lambda: attn_bias.LocalAttentionFromBottomRightMask(-1, 2)),
         (ValueError, "kv_seqlen: got 1 lengths, takes 2",
          lambda: attn_bias.BlockDiagonalMask.from_seqlens([1, 2], [3])),
+        (ValueError, "tensors_q: got an empty list, takes at least one",
+         lambda: attn_bias.BlockDiagonalMask.from_tensor_list([])),
         (TypeError, "seqlens: got a tensor, takes a list",
          lambda: attn_bias.BlockDiagonalMask.from_seqlens(torch.tensor([1]))),  # type: ignore[arg-type]
         (TypeError, r"seqlens: got 1\.5", lambda: attn_bias.BlockDiagonalMask.from_seqlens([1.5])),  # type: ignore[list-item]
@@ -369,6 +371,18 @@ def test_a_compiled_call_is_one_graph() -> None:
     compiled: Any = torch.compile(three, backend="aot_eager", fullgraph=True)
     tensors = [query, key, value]
     same((compiled(*tensors),), (three(*tensors),), tensors)
+
+
+def test_a_graph_that_makes_its_bias_serves_other_lengths() -> None:
+    def in_parts(one: Tensor, two: Tensor) -> list[Tensor]:
+        bias, rows = attn_bias.BlockDiagonalMask.from_tensor_list([one, two])
+        return bias.split(fmha.memory_efficient_attention(rows, rows, rows, bias.make_causal()))
+
+    compiled: Any = torch.compile(in_parts, backend="eager", fullgraph=True)
+    for lengths in ((2, 3), (4, 7)):
+        parts = [torch.randn(1, length, 2, 8) for length in lengths]
+        for found, wanted in zip(compiled(*parts), in_parts(*parts), strict=True):
+            torch.testing.assert_close(found, wanted)
 
 
 def test_hidden_tiles_are_skipped_by_name() -> None:

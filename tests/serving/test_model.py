@@ -156,3 +156,13 @@ def test_models_of_another_kind_are_answered_in_a_sentence(name, sizes, message)
 def test_an_encoder_with_a_head_is_no_causal_model():
     with pytest.raises(ValueError, match="not causal"):
         saccade.Engine(tiny("bert", {"is_decoder": False}))
+
+
+def test_a_model_that_would_drop_activations_takes_no_request():
+    config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2, n_positions=64)
+    engine = saccade.Engine(dropping := transformers.GPT2LMHeadModel(config), num_pages=8)
+    dropping.train()
+    with pytest.raises(ValueError, match=r"model: got GPT2LMHeadModel in training mode.*eval\(\)"):
+        engine.submit([1, 2, 3])
+    dropping.eval()
+    assert len(engine.generate([1, 2, 3], max_new_tokens=2, stop_tokens=())[0].tokens) == 2

@@ -210,8 +210,9 @@ def serve(
 ) -> None:
     """Answer OpenAI's HTTP interface with a Hugging Face model, many requests at once.
 
-    Completions and chat completions, in one piece or as a stream; /v1/models, /health and
-    /metrics beside them. Ctrl-C stops it once all requests under way are answered.
+    Completions and chat completions, in one piece or as a stream; /v1/models,
+    /health and /metrics beside them. Ctrl-C stops it once all requests under
+    way are answered.
 
     [bold]Try:[/] saccade serve saccade-demo/huggingface --port 8000 (after saccade demo)
 

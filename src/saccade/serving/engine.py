@@ -508,6 +508,7 @@ class Engine:
         if n > self.max_sequences:
             raise ValueError(f"n: got {n}, takes at most max_sequences, {self.max_sequences}")
         check_options(options)
+        self._model.check_mode()
         options = options.copy()
         seed = options.pop("seed", 0)
         check_number("seed", seed, least=None)

@@ -207,6 +207,16 @@ class PackedModel:
         """From now on steps are called with other layers than the model has; None: with these."""
         self._step_layers = layers
 
+    def check_mode(self) -> None:
+        """Refuse a model that was put into training mode since, if it drops activations then."""
+        if self._model.training and any(
+            isinstance(each, torch.nn.Dropout) and each.p > 0 for each in self._model.modules()
+        ):
+            raise ValueError(
+                f"model: got {self.name} in training mode, in which it drops activations, takes "
+                "evaluation mode: model.eval()"
+            )
+
     def weights_version(self) -> int:
         """A number that grows whenever a weight is written in place.
 

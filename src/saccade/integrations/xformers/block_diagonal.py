@@ -112,6 +112,8 @@ class BlockDiagonalMask(PackedBias):
         tensors_v: Sequence[Tensor] | None = None,
     ) -> tuple[Self, Tensor, Tensor, Tensor | None]:
         """The mask of queries, keys and values in lists, and all rows of each [1, tokens, ...]."""
+        if not tensors_q:
+            raise ValueError("tensors_q: got an empty list, takes at least one tensor")
         batch_sizes = [len(rows) for rows in tensors_q]
         for name, tensors in (("tensors_k", tensors_k), ("tensors_v", tensors_v)):
             if tensors is not None and [len(rows) for rows in tensors] != batch_sizes:

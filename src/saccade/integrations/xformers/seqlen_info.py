@@ -53,6 +53,11 @@ def whole_numbers(name: str, numbers: Iterable[int]) -> list[int]:
     return found
 
 
+def longest_of(lengths: Sequence[int]) -> int:
+    """The longest length; -1 where there is none, by what torch.compile knows of `max`."""
+    return max(lengths) if lengths else -1
+
+
 @dataclass(eq=False)
 class SeqLenInfo:
     """Sequences that lie one behind the other, from the first token to the last.
@@ -72,8 +77,8 @@ class SeqLenInfo:
         start = _offsets(lengths)
         return cls(
             seqstart=int32(start, default_device(device)),
-            max_seqlen=max(lengths, default=-1),
-            min_seqlen=min(lengths, default=-1),
+            max_seqlen=longest_of(lengths),
+            min_seqlen=min(lengths) if lengths else -1,
             seqstart_py=start,
         )
 
@@ -142,8 +147,8 @@ class PaddedSeqLenInfo(SeqLenInfo):
         start = [padding * index for index in range(len(lengths) + 1)]
         return cls(
             seqstart=int32(start, device),
-            max_seqlen=max(lengths, default=-1),
-            min_seqlen=min(lengths, default=-1),
+            max_seqlen=longest_of(lengths),
+            min_seqlen=min(lengths) if lengths else -1,
             seqstart_py=start,
             seqlen=int32(lengths, device),
             seqlen_py=lengths,
@@ -214,8 +219,8 @@ class GappySeqInfo(SeqLenInfo):
             start = [*start, -1]
         return cls(
             seqstart=int32(start, device),
-            max_seqlen=max(lengths, default=-1),
-            min_seqlen=min(lengths, default=-1),
+            max_seqlen=longest_of(lengths),
+            min_seqlen=min(lengths) if lengths else -1,
             seqstart_py=start,
             seqlen=int32(ends, device),
             seqlen_py=ends,
@@ -239,14 +244,14 @@ def _offsets(lengths: Sequence[int]) -> list[int]:
 
 
 def _check_padding(lengths: list[int], padding: int) -> None:
-    if max(lengths, default=0) > padding:
+    if longest_of(lengths) > padding:
         raise ValueError(f"seqlens: got {max(lengths)}, takes at most the padding, {padding}")
 
 
 def _check_update(lengths: list[int], num_sequences: int, longest: int) -> None:
     if len(lengths) != num_sequences:
         raise ValueError(f"seqlens: got {len(lengths)} lengths, takes {num_sequences}, as before")
-    if max(lengths, default=0) > max(longest, 0):
+    if longest_of(lengths) > max(longest, 0):
         raise ValueError(
             f"seqlens: got {max(lengths)}, takes at most {longest}, the longest before"
         )
