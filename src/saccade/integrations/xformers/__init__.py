@@ -43,7 +43,7 @@ __all__ = [
     "uninstall",
 ]
 # What xformers.ops has beside these: biases, and names of kernels, which are not needed.
-__all__ += [name for name in attn_bias.__all__ if not name.startswith("_")]
+__all__ += attn_bias.__all__
 __all__ += operators.__all__
 
 VERSION = "0.0.30"

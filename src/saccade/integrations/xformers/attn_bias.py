@@ -29,9 +29,7 @@ from saccade.integrations.xformers.reach import (
     LowerTriangularMask,
     LowerTriangularMaskWithTensorBias,
 )
-from saccade.integrations.xformers.seqlen_info import GappySeqInfo as _GappySeqInfo
-from saccade.integrations.xformers.seqlen_info import PaddedSeqLenInfo as _PaddedSeqLenInfo
-from saccade.integrations.xformers.seqlen_info import SeqLenInfo as _SeqLenInfo
+from saccade.integrations.xformers.seqlen_info import GappySeqInfo, PaddedSeqLenInfo, SeqLenInfo
 
 __all__ = [
     "VARLEN_BIASES",
@@ -58,10 +56,10 @@ __all__ = [
     "PagedBlockDiagonalCausalWithOffsetPaddedKeysMask",
     "PagedBlockDiagonalGappyKeysMask",
     "PagedBlockDiagonalPaddedKeysMask",
-    "_GappySeqInfo",
-    "_PaddedSeqLenInfo",
-    "_SeqLenInfo",
 ]
+
+# By these names xformers has them; a star takes none of them, as there.
+_SeqLenInfo, _PaddedSeqLenInfo, _GappySeqInfo = SeqLenInfo, PaddedSeqLenInfo, GappySeqInfo
 
 VARLEN_BIASES = (
     BlockDiagonalMask,
