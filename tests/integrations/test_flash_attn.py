@@ -234,6 +234,13 @@ def test_a_whole_cache_without_anything_new() -> None:
     torch.testing.assert_close(output, written_out(q, *caches)[0], **CLOSE)
 
 
+def test_a_cache_is_read_in_its_own_dtype_under_autocast() -> None:
+    q, *caches = (rows.float() for rows in (asked(1)[0], *slabs(12)))
+    wanted = calls.flash_attn_with_kvcache(q, *caches)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(calls.flash_attn_with_kvcache(q, *caches), wanted)
+
+
 def turned(rows: Tensor, angles: Tensor, interleaved: bool) -> Tensor:
     """Rows [length, heads, dim] by complex numbers; angles [length, pairs]."""
     pairs = angles.shape[1]

@@ -10,6 +10,7 @@ import functools
 import numbers
 import operator
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -169,6 +170,14 @@ def in_autocast_dtype(*rows: Tensor) -> tuple[Tensor, ...]:
     return tuple(
         each.to(dtype) if narrow else each for each, narrow in zip(rows, narrowed, strict=True)
     )
+
+
+def without_autocast(rows: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off on the rows' device, for calls that compute in the dtype they are given."""
+    kind = rows.device.type
+    if kind == "meta" or not torch.is_autocast_enabled(kind):  # meta knows none
+        return nullcontext()
+    return torch.autocast(kind, enabled=False)
 
 
 def broadcasts(tensor: Tensor, shape: Sequence[int]) -> bool:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.arguments import first_visible_key, flag, pages_of_slabs, whole
+from saccade.integrations.arguments import (
+    first_visible_key,
+    flag,
+    pages_of_slabs,
+    whole,
+    without_autocast,
+)
 from saccade.integrations.flash_attn.functions import attention_options, without_gradient
 
 
@@ -78,7 +84,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
         raise ValueError("cache_seqlens: got None with k, takes the lengths before")
     if (k is None) != (v is None):
         raise ValueError("k and v: got one of the two, takes both or neither")
-    with torch.no_grad():
+    with torch.no_grad(), without_autocast(q):  # as flash-attn computes in the rows' dtype
         pages = _Pages.of(len(q), (k_cache, v_cache), block_table, cache_batch_idx)
         before, after = pages.lengths(cache_seqlens, len(q), 0 if k is None else k.shape[1])
         if k is not None and v is not None:
