@@ -183,7 +183,7 @@ def backward(
 
 
 def _scaled_up(query: Tensor, scale: float) -> tuple[Tensor, float]:
-    """The same scores by a factor of at least 0.
+    """Queries and a factor of at least 0 that give the same scores.
 
     On some processors the kernel hides bfloat16 scores under a causal mask, as -inf, before it
     multiplies by the factor: by a negative one what is hidden would be all that is seen.
