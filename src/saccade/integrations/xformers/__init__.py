@@ -17,32 +17,14 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from saccade.integrations.replaced_modules import ReplacedModules, defined_in, names_of
+from saccade.integrations.xformers import attention, operators
 from saccade.integrations.xformers import attn_bias as attn_bias
 from saccade.integrations.xformers import fmha as fmha
-from saccade.integrations.xformers import operators
-from saccade.integrations.xformers.attention import (
-    memory_efficient_attention,
-    memory_efficient_attention_backward,
-    memory_efficient_attention_forward,
-    memory_efficient_attention_forward_requires_grad,
-    memory_efficient_attention_partial,
-    merge_attentions,
-)
 from saccade.integrations.xformers.fmha import *  # noqa: F403
 
-__all__ = [
-    "install",
-    "installed",
-    "memory_efficient_attention",
-    "memory_efficient_attention_backward",
-    "memory_efficient_attention_forward",
-    "memory_efficient_attention_forward_requires_grad",
-    "memory_efficient_attention_partial",
-    "merge_attentions",
-    "unbind",
-    "uninstall",
-]
-# What xformers.ops has beside these: biases, and names of kernels, which are not needed.
+__all__ = ["install", "installed", "unbind", "uninstall"]
+# What xformers.ops has: its calls, biases, and names of kernels, which are not needed.
+__all__ += attention.__all__
 __all__ += attn_bias.__all__
 __all__ += operators.__all__
 

@@ -84,6 +84,15 @@ def _padded(
     return q_seqinfo, slabs
 
 
+def _gappy(
+    q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], paged: bool,
+    device: Any,
+) -> tuple[SeqLenInfo, GappySeqInfo]:  # fmt: skip
+    q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
+    gappy = GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, paged, device=device)
+    return q_seqinfo, gappy
+
+
 def _windows(bias: Any, kind: Any) -> dict[str, int]:
     """What a bias knows of the window that another class takes."""
     names = {field.name for field in fields(kind)} & {"_window_size", "window_left", "window_right"}
@@ -198,9 +207,7 @@ class BlockDiagonalGappyKeysMask(PackedBias):
         device: Any = None,
     ) -> Self:
         """The mask of these lengths; keys have starts, and the end of all keys after them."""
-        q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
-        gappy = GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, False, device=device)
-        return cls(q_seqinfo, gappy)
+        return cls(*_gappy(q_seqlen, kv_seqstarts, kv_seqlen, False, device))
 
     def make_local_attention_from_bottomright(
         self, window_left: int, window_right: int
@@ -444,9 +451,8 @@ class PagedBlockDiagonalGappyKeysMask(PagedBias):
             kv_seqstarts: where each sequence starts in its own pages.
         """
         device = block_tables.device if device is None else device
-        q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
-        gappy = GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, True, device=device)
-        return cls(q_seqinfo, gappy, block_tables, page_size)
+        sequences = _gappy(q_seqlen, kv_seqstarts, kv_seqlen, True, device)
+        return cls(*sequences, block_tables, page_size)
 
     def _used(self) -> list[tuple[int, int]]:
         return [*zip(self.k_seqinfo.seqstart_py[:-1], self.k_seqinfo.seqlen_py, strict=True)]

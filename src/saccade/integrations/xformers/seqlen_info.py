@@ -58,6 +58,11 @@ def longest_of(lengths: Sequence[int]) -> int:
     return max(lengths) if lengths else -1
 
 
+def shortest_of(lengths: Sequence[int]) -> int:
+    """The shortest length; -1 where there is none."""
+    return min(lengths) if lengths else -1
+
+
 @dataclass(eq=False)
 class SeqLenInfo:
     """Sequences that lie one behind the other, from the first token to the last.
@@ -78,7 +83,7 @@ class SeqLenInfo:
         return cls(
             seqstart=int32(start, default_device(device)),
             max_seqlen=longest_of(lengths),
-            min_seqlen=min(lengths) if lengths else -1,
+            min_seqlen=shortest_of(lengths),
             seqstart_py=start,
         )
 
@@ -148,7 +153,7 @@ class PaddedSeqLenInfo(SeqLenInfo):
         return cls(
             seqstart=int32(start, device),
             max_seqlen=longest_of(lengths),
-            min_seqlen=min(lengths) if lengths else -1,
+            min_seqlen=shortest_of(lengths),
             seqstart_py=start,
             seqlen=int32(lengths, device),
             seqlen_py=lengths,
@@ -220,7 +225,7 @@ class GappySeqInfo(SeqLenInfo):
         return cls(
             seqstart=int32(start, device),
             max_seqlen=longest_of(lengths),
-            min_seqlen=min(lengths) if lengths else -1,
+            min_seqlen=shortest_of(lengths),
             seqstart_py=start,
             seqlen=int32(ends, device),
             seqlen_py=ends,
