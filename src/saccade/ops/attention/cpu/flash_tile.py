@@ -127,7 +127,7 @@ def forward(
     heads, rows = query.shape[1:3]
     packing = _heads_to_pack(query, key, partial, causal)
     dim = max(query.shape[-1], value_dim)
-    query, scale = _scaled_up(query, scale)
+    query, scale = _with_positive_scale(query, scale)
     output, lse = _forward(
         _pack(_widen(query, dim), packing),
         _widen(key, dim),
@@ -162,8 +162,8 @@ def backward(
     heads, rows = query.shape[1:3]
     packing = _heads_to_pack(query, key, partial, causal)
     dim = max(head_dim, value_dim)
-    turned = scale < 0
-    query, scale = _scaled_up(query, scale)
+    negated = scale < 0
+    query, scale = _with_positive_scale(query, scale)
     grad_query, grad_key, grad_value = _backward(
         _pack(_widen(grad_output, dim), packing),
         _pack(_widen(query, dim), packing),
@@ -177,12 +177,12 @@ def backward(
         scale=scale,
     )
     grad_query = _unpack(grad_query, heads, rows)
-    if turned:
+    if negated:
         grad_query = grad_query.neg_()
     return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
 
 
-def _scaled_up(query: Tensor, scale: float) -> tuple[Tensor, float]:
+def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
     """Queries and a factor of at least 0 that give the same scores.
 
     On some processors the kernel hides bfloat16 scores under a causal mask, as -inf, before it
