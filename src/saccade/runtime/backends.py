@@ -56,11 +56,15 @@ WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones p
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
 
-def _triton_unsupported(problem: Problem) -> str | None:
+def _too_wide(problem: AnyProblem) -> str | None:
     widest = max(problem.head_dim, problem.value_dim)
-    if widest > WIDEST:
-        return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
-    return _triton_device_unsupported(problem.device, problem.device_index, problem.dtype)
+    return f"head_dim and value_dim go up to {WIDEST}, not {widest}" if widest > WIDEST else None
+
+
+def _triton_unsupported(problem: Problem) -> str | None:
+    return _too_wide(problem) or _triton_device_unsupported(
+        problem.device, problem.device_index, problem.dtype
+    )
 
 
 def _hopper_unsupported(problem: Problem) -> str | None:
@@ -95,6 +99,8 @@ def _tma_unsupported(problem: AnyProblem, *sizes: int) -> str | None:
 
 
 def _hopper_backward_unsupported(problem: Problem) -> str | None:
+    if reason := _too_wide(problem):
+        return reason
     widths = _width(problem.head_dim), _width(problem.value_dim)
     if widths[0] != widths[1] and max(widths) <= WIDEST_AT_ONCE:
         return "gradients of keys and values leave through the same memory"
@@ -196,10 +202,7 @@ def _hopper_device_unsupported(device: str, index: int | None) -> str | None:
 
 
 def _linear_triton_unsupported(problem: LinearProblem) -> str | None:
-    widest = max(problem.head_dim, problem.value_dim)
-    if widest > WIDEST:
-        return f"head_dim and value_dim go up to {WIDEST}, not {widest}"
-    return _triton_device_unsupported(problem.device, None, problem.dtype)
+    return _too_wide(problem) or _triton_device_unsupported(problem.device, None, problem.dtype)
 
 
 def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:

@@ -75,6 +75,13 @@ def test_reasons(what, found):
     assert what in found()
 
 
+@pytest.mark.parametrize("dim", [264, 512])
+def test_wide_heads_are_refused_in_both_passes(dim: int) -> None:
+    for of in ("forward", "backward"):
+        choice = backends.explained(problem(rows(1, 2, 8, dim)), of=of)
+        assert f"go up to 256, not {dim}" in (choice.reasons["hopper"] or "")
+
+
 def test_projections_and_single_rows_are_taken_as_they_lie():
     assert problem(rows(2, 9, 4, 64).transpose(1, 2)).tma
     assert problem(rows(2, 9, 4, 192).transpose(1, 2)[..., 64:128]).tma
