@@ -196,7 +196,13 @@ def rows(dtype: str, *shape: int, inside: bool = False) -> Tensor:
 
 
 def trained(output: Tensor, *leaves: Tensor) -> None:
-    torch.autograd.grad(output, leaves, torch.empty_like(output))
+    """A backward pass, whose gradient lies as the output, in its own order, or is a sum's."""
+    gradients = (
+        torch.empty_like(output),
+        torch.empty(output.shape, dtype=output.dtype),
+        torch.ones((), dtype=output.dtype).expand_as(output),
+    )
+    torch.autograd.grad(output, leaves, gradients[sum(output.shape) % 3])
 
 
 def dense(rng: random.Random, dtype: str, dim: int, value_dim: int, **options: Any) -> str:

@@ -1,4 +1,4 @@
-"""How exactly float32 is multiplied: as PyTorch was told, by either of its interfaces."""
+"""How exactly float32 is multiplied, as PyTorch was told; in which order rows lie."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import saccade
 from saccade.runtime import call_cache
-from saccade.runtime.spec import precision
+from saccade.runtime.spec import in_order_of, precision
 from saccade.testing import make_paged_case
 
 BACKENDS: Any = torch.backends  # whose interface PyTorch's stubs leave out
@@ -98,3 +98,16 @@ def test_a_call_is_kept_for_its_precision_alone() -> None:
         )
     assert keys[0] == keys[2]
     assert all(one != other for one, other in zip(keys[0], keys[1], strict=True))
+
+
+def test_rows_are_copied_only_where_they_lie_in_another_order() -> None:
+    inside = torch.randn(2, 5, 3, 8).transpose(1, 2)
+    assert in_order_of(inside.clone(), inside).stride() == inside.stride()
+    for rows in (inside.contiguous(), torch.randn(()).expand(2, 3, 5, 8), inside.mT.clone().mT):
+        found = in_order_of(rows, inside)
+        assert found.stride() == inside.stride() and torch.equal(found, rows)
+    for pattern in (inside, inside.contiguous(), inside[:1, :1]):
+        same = torch.empty_strided(pattern.shape, pattern.stride()).fill_(1.0)
+        assert in_order_of(same, pattern) is same
+    one = torch.randn(1, 3, 5, 8)  # what a dimension of one steps by says nothing
+    assert in_order_of(one, torch.empty(2, 3, 5, 8)[1:].as_strided(one.shape, (7, 40, 8, 1))) is one

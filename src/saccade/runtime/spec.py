@@ -108,6 +108,19 @@ def heads_inside(rows: Tensor) -> bool:
     return rows.transpose(1, 2).is_contiguous()
 
 
+def in_order_of(rows: Tensor, pattern: Tensor) -> Tensor:
+    """Rows that lie in memory as others of their shape do; copied where they do not.
+
+    A kernel is compiled for the steps between rows: an output's gradient in the output's own order
+    keeps their number down. Gradients that come otherwise are those of a function of the output
+    itself, such as its sum.
+    """
+    sizes = zip(rows.shape, rows.stride(), pattern.stride(), strict=True)
+    if all([step == wanted or size == 1 for size, step, wanted in sizes]):
+        return rows
+    return torch.empty_like(pattern).copy_(rows)
+
+
 def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Memory for output and lse, laid out as every implementation lays it out.
 

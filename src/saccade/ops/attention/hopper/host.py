@@ -61,7 +61,7 @@ from saccade.ops.attention.triton.call_spec import (
     remembered,
     results_memory,
 )
-from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, in_order_of
 
 NAMES = ("HEADS_PER_KV_HEAD", "HEAD_DIM", "VALUE_DIM")  # of constants of all calls
 
@@ -226,7 +226,7 @@ def backward(
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
     if deterministic and wanted_tables:
         triton_host.refuse_unordered(variant, wanted_tables)
-    inputs, grad_output = aligned(inputs), readable(grad_output)
+    inputs, grad_output = aligned(inputs), readable(in_order_of(grad_output, output))
     passed, wants_tables = (
         BackwardInputs(output, lse, grad_output, grad_lse),
         len(wanted_tables) > 0,

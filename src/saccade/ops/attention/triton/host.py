@@ -59,6 +59,7 @@ from saccade.runtime.spec import (
     KernelConfig,
     Variant,
     empty_gradients,
+    in_order_of,
 )
 
 
@@ -191,8 +192,7 @@ def backward(
     if deterministic and wanted_tables:
         refuse_unordered(variant, wanted_tables)
     inputs = with_unit_channels(inputs)
-    if grad_output.stride(-1) != 1:
-        grad_output = grad_output.contiguous()
+    grad_output = in_order_of(grad_output, output)
     statistics = torch.empty_like(lse), torch.empty_like(lse)
     results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
     like = *signature(inputs, variant), config
