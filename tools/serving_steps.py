@@ -97,7 +97,7 @@ def model_of(sizes: dict[str, Any]) -> Any:
     import transformers
 
     config = transformers.LlamaConfig(
-        num_attention_heads=32, num_key_value_heads=8, max_position_embeddings=4096, **sizes
+        **{"max_position_embeddings": 4096, **sizes}, num_attention_heads=32, num_key_value_heads=8
     )
     torch.set_default_dtype(torch.bfloat16)
     with torch.device("cuda"):

@@ -1,5 +1,6 @@
 """Decode steps as CUDA graphs on a GPU, against the same padded steps run eagerly."""
 
+import random
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import transformers
 
 import saccade
+from saccade.gpu import machine_code
 
 pytestmark = [
     pytest.mark.gpu,
@@ -108,4 +110,35 @@ def test_warming_up_leaves_nothing(model):
     )  # fmt: skip
     assert "2 layers are compiled as one" in engine.explain()
     assert "steps that read prompts were tried" in engine.explain()
+    served.assert_nothing_is_held(engine)
+
+
+@pytest.mark.filterwarnings("ignore:Quantization|ignore:Online softmax")  # Inductor's, of itself
+def test_random_steps_compile_nothing(model, monkeypatch):
+    """2,000 steps of whatever comes, after the engine has tried its steps."""
+    engine = saccade.Engine(
+        model, num_pages=300, max_sequences=12, max_batch_tokens=64, max_length=200, progress=False
+    )
+    assert "2 layers are compiled as one" in engine.explain()
+
+    def compile_nothing(kernel: Any, *others: Any) -> Any:
+        raise AssertionError(f"{kernel.__name__} was compiled in a step")
+
+    monkeypatch.setattr(machine_code, "compiled", compile_nothing)
+    chance, asked, steps = random.Random(7), [], 0
+    with torch.compiler.set_stance("fail_on_recompile"):
+        while steps < 2000:
+            if len(asked) < 30 and chance.random() < 0.3:
+                prompt = [chance.randrange(60) for _ in range(chance.choice((1, 3, 17, 60, 150)))]
+                drawn = chance.choice(REQUESTS[:4])
+                new = chance.randrange(1, 49)
+                asked.append(engine.submit(prompt, max_new_tokens=new, **drawn))
+            if asked and chance.random() < 0.02:
+                asked.pop(chance.randrange(len(asked))).cancel()
+            steps += engine.step()
+            for completion in [each for each in asked if each._request.reason]:
+                assert completion.result().tokens
+                asked.remove(completion)
+        for completion in asked:
+            completion.cancel()
     served.assert_nothing_is_held(engine)

@@ -183,7 +183,7 @@ def create_block_mask(
         torch.Size([1, 2, 64, 16])
     """
     if device is None:
-        device = torch.accelerator.current_accelerator() or "cpu"
+        device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
     sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
     made = _Made(_traced_mask(mask_mod), B or 1, H or 1, device, separate_full_blocks)
     return _TracedBlockMask(made, mask_mod, (Q_LEN, KV_LEN), sizes)
