@@ -1,8 +1,8 @@
 """Hostile: calls whose offsets, lengths, page numbers and slots lead anywhere, memory guarded.
 
 What such a call gives means nothing. It must end, and touch nothing but its own tensors. On a CPU
-it is run by `python tests/hostile.py CALL` in a process of its own, which a wrong address
-kills.
+they are run by `python tests/hostile.py CALL ...` in a process of its own, which a wrong address
+kills; the last name that it printed is that of the call.
 """
 
 from __future__ import annotations
@@ -265,4 +265,6 @@ if __name__ == "__main__":
     from interpreter import hasten
 
     hasten()
-    run(sys.argv[1], ClosedPages(), "cpu", "triton")
+    for call in sys.argv[1:]:
+        print(call, flush=True)
+        run(call, ClosedPages(), "cpu", "triton")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import served
 import torch
+from pairs import covering
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.utils import import_utils
 
@@ -27,10 +28,10 @@ GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
 DRAWN: dict[str, Any] = {"max_new_tokens": 12, "stop_tokens": (), "temperature": 1.3, "seed": 5}
 
 
-@pytest.mark.parametrize("name", served.NAMES)
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-@pytest.mark.parametrize("num_pages", [13, 400])
-@pytest.mark.parametrize("batch_sizes", [None, [2, 6], [6]], ids=str)
+@pytest.mark.parametrize(
+    ("name", "preemption", "num_pages", "batch_sizes"),
+    covering(served.NAMES, ["swap", "recompute"], [13, 400], [None, [2, 6], [6]]),
+)
 def test_tokens_are_the_same_in_padded_batches_and_ahead(name, preemption, num_pages, batch_sizes):
     engine = served.engine(
         name, num_pages=num_pages, preemption=preemption, batch_sizes=batch_sizes, run_ahead=True
