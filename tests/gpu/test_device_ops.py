@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from saccade.gpu import device_ops
 from saccade.gpu.language import tl, triton
+from saccade.gpu.launcher import plain
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs in Triton's interpreter")
 
@@ -68,6 +71,56 @@ def test_floor_divide_and_modulo_round_down(dtype: torch.dtype) -> None:
     assert torch.equal(quotient, dividend // divisor)
     assert torch.equal(rest, dividend % divisor)
     assert int(quotient[(dividend == -7) & (divisor == 3)]) == (-7) // 3  # Python's own
+
+
+@triton.jit
+def divide(divisor, dividends, quotients, rests, WIDTH: tl.constexpr, NATURAL: tl.constexpr):
+    positions = tl.arange(0, WIDTH)
+    dividend = tl.load(dividends + positions)
+    tl.store(quotients + positions, device_ops.quotient(dividend, divisor, NATURAL))
+    tl.store(rests + positions, device_ops.remainder(dividend, divisor, NATURAL))
+
+
+POWERS = [2**power for power in range(62)]
+EDGES = [number for power in POWERS[1:] for number in (power - 1, power, power + 1)]
+
+
+@pytest.mark.parametrize("bits", [32, 64])
+@given(data=st.data())
+@settings(max_examples=20, deadline=None)
+def test_division_by_a_product_is_exact(bits: int, data: st.DataObject) -> None:
+    """Of every dividend of so many bits, by 1, powers of 2 and their neighbours among others."""
+    most = 2 ** (bits - 1) - 1
+    widest = most if bits == 32 else 2**62 - 1
+    some = st.one_of(st.sampled_from([1, most // 2, widest, *EDGES]), st.integers(1, widest))
+    number = data.draw(some.filter(lambda divisor: divisor <= widest))
+    multiples = data.draw(st.lists(st.integers(-most // number, most // number), max_size=9))
+    near = [
+        number * multiple + by for multiple in [*multiples, most // number] for by in (-1, 0, 1)
+    ]
+    drawn = data.draw(st.lists(st.integers(-most - 1, most), max_size=9))
+    chosen = [-most - 1, -most, -2, -1, 0, 1, most - 1, most, *near, *drawn]
+    dividends = [dividend for dividend in chosen if -most - 1 <= dividend <= most]
+    natural = data.draw(st.booleans())
+    dividends = [dividend for dividend in dividends if dividend >= 0 or not natural]
+    dtype = torch.int32 if bits == 32 else torch.int64
+    padded = torch.tensor(dividends + [0] * (64 - len(dividends)), dtype=dtype)
+    quotients, rests = torch.empty_like(padded), torch.empty_like(padded)
+    kernel: Any = divide
+    of_blocks = data.draw(st.booleans())
+    divisor = plain(device_ops.divisor_of(number, of_blocks))
+    kernel[(1,)](divisor, padded, quotients, rests, 64, natural)
+    found = zip(quotients.tolist(), rests.tolist(), strict=True)
+    assert [*found][: len(dividends)] == [divmod(dividend, number) for dividend in dividends]
+
+
+def test_a_multiplier_always_has_64_bits() -> None:
+    """So kernels are compiled once for all divisors of 32 bits."""
+    for number in (1, 2, 3, 2**15 + 1, 2**30 - 1, 2**30, 2**31 - 1):
+        divisor = device_ops.divisor_of(number, False)
+        assert isinstance(divisor, device_ops.Divisor) and divisor.multiplier < -(2**30)
+    with pytest.raises(ValueError, match="got 0, takes one above 0"):
+        device_ops.divisor_of(0, False)
 
 
 @pytest.mark.parametrize("name", ["minimum", "maximum"])

@@ -9,7 +9,10 @@ here too.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from saccade.gpu.language import tl, triton
+from saccade.gpu.signature import ALIGNMENT, FIXED, Length, fixed
 from saccade.gpu.tensor_view import wide
 
 
@@ -126,6 +129,113 @@ def floor_modulo_real(dividend, divisor):
 def is_opposite(rest, divisor):
     """Whether a rest has another sign than the divisor, as Python's never has."""
     return (rest != 0) & ((rest < 0) != (divisor < 0))
+
+
+@triton.jit
+def within(row, first, last):
+    """Whether a row is one from a first to a last one: one comparison, as what lies before the
+    first is a large number without a sign. The two may lie farther apart than signed numbers count.
+    """
+    distance, span = row - first, last - first
+    if span.dtype == tl.int64:
+        distance = distance.to(tl.int64).to(tl.uint64, bitcast=True)
+        span = span.to(tl.uint64, bitcast=True)
+    else:
+        distance, span = distance.to(tl.uint32, bitcast=True), span.to(tl.uint32, bitcast=True)
+    return distance < tl.where(last < first, span * 0, span + 1)
+
+
+class Divisor(NamedTuple):
+    """A captured number that divides, with what makes a division by it a product.
+
+    With 2^(length - 1) < number <= 2^length, the multiplier is 2^(63 + length) / number, rounded
+    up: it has 64 bits, and dividend · multiplier / 2^(63 + length) rounds down to the quotient of
+    every dividend of 63 bits. Its upper half, rounded up, does the same for dividends of 31 bits.
+
+    Attributes:
+        multiplier: as a signed number, as kernels are handed numbers.
+        shift: length.
+
+    Source: Granlund & Montgomery 1994, theorem 4.2.
+    """
+
+    number: Any
+    multiplier: Any
+    shift: Any
+
+
+class BlockSize(NamedTuple):
+    """A multiple of 16 whose quotients number blocks of rows, of which a table has entries.
+
+    Kernels are compiled for that: Triton divides, and reads the table, once for 16 neighbours. Of
+    a quotient that is a product it does not know that neighbours have the same.
+    """
+
+    number: Any
+
+
+def divisor_of(number: int, of_blocks: bool) -> Divisor | BlockSize:
+    """A captured number that divides, as the host hands it over.
+
+    Raises:
+        ValueError: unless it is greater than 0.
+    """
+    if number < 1:
+        raise ValueError(f"a captured number that divides: got {number}, takes one above 0")
+    if of_blocks and number % ALIGNMENT == 0:
+        return BlockSize(Length(number, FIXED))
+    length = (number - 1).bit_length()
+    multiplier = -(-(1 << (63 + length)) // number) - (1 << 64)
+    return Divisor(fixed(number), fixed(multiplier), fixed(length))
+
+
+@triton.jit
+def quotient(dividend, divisor, NATURAL: tl.constexpr):
+    """Python's ``//`` by a `Divisor` or a `BlockSize`. NATURAL: no dividend is below 0."""
+    if len(divisor) > 1:
+        found = by_product(dividend, divisor, NATURAL)
+    elif NATURAL:
+        found = dividend // divisor.number
+    else:
+        found = floor_divide(dividend, divisor.number)
+    return found
+
+
+@triton.jit
+def remainder(dividend, divisor, NATURAL: tl.constexpr):
+    """Python's ``%`` by one of them."""
+    if len(divisor) > 1:
+        rest = dividend - by_product(dividend, divisor, NATURAL) * divisor.number
+        rest = rest.to(divisor.number.dtype)
+    elif NATURAL:
+        rest = dividend % divisor.number
+    else:
+        rest = floor_modulo(dividend, divisor.number)
+    return rest
+
+
+@triton.jit
+def by_product(dividend, divisor, NATURAL: tl.constexpr):
+    """The quotient by a `Divisor`.
+
+    A dividend below 0 is turned over, bit by bit, to one that is not, and so is its quotient:
+    -1 - ((-1 - n) // d) is n // d, rounded down.
+    """
+    dividend = dividend + divisor.number * 0  # with as many bits as the wider one
+    if dividend.dtype == tl.int64:
+        sign = dividend >> 63
+        doubled = ((dividend if NATURAL else dividend ^ sign) << 1).to(tl.uint64, bitcast=True)
+        multiplier = divisor.multiplier.to(tl.int64).to(tl.uint64, bitcast=True)
+        found = tl.umulhi(doubled, multiplier) >> divisor.shift.to(tl.uint64)
+        found = found.to(tl.int64, bitcast=True)
+    else:
+        sign = dividend >> 31
+        doubled = ((dividend if NATURAL else dividend ^ sign) << 1).to(tl.uint32, bitcast=True)
+        multiplier = divisor.multiplier.to(tl.int64).to(tl.uint64, bitcast=True)
+        upper_half = ((multiplier - 1) >> 32).to(tl.uint32) + 1
+        found = tl.umulhi(doubled, upper_half) >> divisor.shift.to(tl.uint32)
+        found = found.to(tl.int32, bitcast=True)
+    return found if NATURAL else found ^ sign
 
 
 # ---- kinds of numbers ------------------------------------------------------------------------

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from saccade.gpu import device_ops, tensor_view, tile_ranges
+from saccade.gpu.device_ops import divisor_of
 from saccade.gpu.language import Constant, tl, triton
 from saccade.gpu.signature import FIXED, Length, Stride, fixed
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
 from saccade.modifiers import triton_source
 from saccade.modifiers.derivative import derivatives
+from saccade.modifiers.division import block_sizes, divisors
 from saccade.modifiers.expression import Captured, mentions, parse, slots
 from saccade.modifiers.triton_source import Dependence
 from saccade.runtime import dropout
@@ -118,16 +120,22 @@ def number_strides(tensor: Any, packed: bool) -> tuple[int, int, int]:
 
 
 def captured_data(key: str, captured: Captured) -> tuple[Any, ...]:
-    """What an expression captured, slot by slot; a tensor as (address, sizes, strides)."""
+    """What an expression captured, slot by slot; a tensor as (address, sizes, strides), a number
+    that divides as a `Divisor`. Kernels are not compiled for what a number is a multiple of, but
+    for that of blocks."""
     data: list[Any] = []
-    for value in map(captured.value, slots(key)):
+    divide, of_blocks = divisors(parse(key)), block_sizes(parse(key))
+    for slot in slots(key):
+        value = captured.value(slot)
         if isinstance(value, Tensor):
             if value.numel() == 0:  # nothing meets, but programs without rows still look
                 value = value.new_zeros((1,) * value.dim())
             steps = tuple([Stride(step, FIXED) for step in value.stride()])
             data.append((value, tuple(map(fixed, value.shape)), steps))
+        elif slot in divide:
+            data.append(divisor_of(value, slot in of_blocks))
         else:
-            data.append(Length(value, FIXED) if type(value) is int else value)
+            data.append(fixed(value) if slot[0] == "i" else value)
     return tuple(data)
 
 

@@ -244,8 +244,8 @@ class Template:
                     sources.append(source)
                 else:
                     keep(int(value))
-                # A number of 64 bits has 32 in calls where it is small.
-                wide = arguments.kinds[place] == "i64" and place not in moved
+                # A number of 64 bits has 32 in calls where it is small, unless all have the same.
+                wide = arguments.kinds[place] == "i64" and place not in moved and source != FIXED
                 self.general &= source != UNKNOWN and not wide
             elif isinstance(value, float):
                 keep(value)

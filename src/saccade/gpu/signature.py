@@ -8,7 +8,7 @@ tensors have less than 2 GiB):
 - addresses that are multiples of 16 bytes, tensor by tensor;
 - of a `Stride`, whether it is 1 (a constant then, so that neighbours are loaded together) or a
   multiple of 16;
-- of a `Length`, whether it is a multiple of 16: then 16 rows exist or lie in a window together, or
+- of a `Length`, whether it is a multiple of 16: then 16 rows exist or lie in a block together, or
   none of them does. Without, forward passes by Triton took 1.06 (a causal mask) and 1.09 (blocks)
   of their time (benchmarks/results/h200/launch.txt).
 
@@ -70,7 +70,7 @@ class Stride(Number):
 
 
 class Length(Number):
-    """A number of rows: of each sequence, of a window, of a block."""
+    """A number of rows: of each sequence, of a block that a table has an entry for."""
 
 
 def source_of(number: int) -> int:

@@ -218,7 +218,7 @@ class KernelCall(NamedTuple):
                 return masks.causal()
             case "window":
                 return masks.causal() & masks.window(WINDOW)
-            case "window 255" | "window 4095" | "window 4096":
+            case "window 4096":
                 return masks.causal() & masks.window(int(self.mask.split()[1]))
             case "documents" | "documents, causal":
                 sequences = self.batch * (2 if self.packed else 1)

@@ -57,8 +57,8 @@ NOT_ALIGNED = 1  # that much longer, a length is no multiple of 16
 MOST_OF_MANY = 8192  # rows of so many sequences each: memory that is never touched counts as well
 HEADS = ((32, 32), (32, 8))  # query heads and kv heads
 HALVES = ("bf16", "fp16")
-WINDOWS = ("window", "window 255", "window 4096", "window 4095")
-"""Of few and of many keys; whether they are multiples of 16 is known when compiling."""
+WINDOWS = ("window", "window 4096")
+"""Of few and of many keys."""
 WIDTHS: dict[tuple[str, str], tuple[tuple[int, int], ...]] = {
     ("bf16", "none"): ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)),
     ("bf16", "causal"): ((64, 0), (96, 0), (128, 0), (192, 128), (256, 0)),

@@ -465,14 +465,18 @@ def may_overflow(expression: Expression, step: Step) -> bool:
 
 
 def _num_numbers(expression: Expression, step: Step) -> int:
-    """How many captured numbers, which may be large, are part of what a step adds up."""
-    found, waiting = 0, list(step.operands)
-    while waiting:
-        of = expression[waiting.pop()]
-        found += of.op == "number" and of.kind == WHOLE
-        if of.kind == WHOLE and of.op not in READS and of.op not in ("//", "%"):
-            waiting += of.operands
-    return found
+    """How many captured numbers, which may be large, are part of what a step adds up; of several
+    of which one is chosen, the most that one has."""
+    known: dict[int, int] = {}
+    for number in sorted(needed(expression, *step.operands)):
+        of = expression[number]
+        if of.kind != WHOLE or of.op in READS or of.op in ("//", "%"):
+            known[number] = 0
+            continue
+        counts = [known[operand] for operand in of.operands]
+        one = max if of.op in ("min", "max", "where") else sum
+        known[number] = int(of.op == "number") + one(counts or [0])
+    return sum(known[number] for number in step.operands)
 
 
 def is_wide(expression: Expression, number: int) -> bool:

@@ -290,6 +290,23 @@ def _name(expression: Expression, op: str, operands: tuple[int, ...]) -> str:
     return OTHER
 
 
+def window_of(expression: Expression, lower: int, upper: int) -> tuple[int, int] | None:
+    """The first and the last key of a window, of two comparisons; None where they are none."""
+    ends = []
+    for number, place in ((lower, 1), (upper, 0)):
+        step = expression[number]
+        if step.op != "<=" or expression[step.operands[place]].op != "kv_row":
+            return None
+        end = step.operands[1 - place]
+        inside = [of.op for of in _below(expression, (end,))]
+        if not set(inside) <= ROW_OPS - {"kv_row", "literal"}:
+            return None
+        if any(inside.count(op) > 1 for op in ("query_row", "shift", "number")):
+            return None  # one of each cannot pass the bits that they have
+        ends.append(end)
+    return ends[0], ends[1]
+
+
 def _below(expression: Expression, operands: tuple[int, ...]) -> list:
     found, waiting = [], list(operands)
     while waiting:

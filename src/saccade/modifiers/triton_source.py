@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from saccade.modifiers.division import divisors, with_rests_apart
 from saccade.modifiers.expression import (
     COMPARISONS,
     FUNCTIONS,
@@ -26,6 +27,7 @@ from saccade.modifiers.expression import (
     never_negative,
 )
 from saccade.modifiers.intervals import IntervalRules, Span
+from saccade.modifiers.normal_form import window_of
 
 ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
 CLASSIFIED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
@@ -48,6 +50,7 @@ def function(
     slots: the order of captured values in `data`. score: whether it is one of a score, and gives
     real numbers, or of a mask.
     """
+    expression, (result,) = with_rests_apart(expression, (result,))
     writer = _PairWriter(expression, slots)
     for number in sorted(needed(expression, result)):
         writer.write(number, expression[number])
@@ -62,6 +65,7 @@ def offset_function(
 ) -> str:
     """A device function: the offset of the entry that each pair reads, in a table with sizes and
     steps."""
+    expression, (read,) = with_rests_apart(expression, (read,))
     writer = _PairWriter(expression, slots)
     step = expression[read]
     for number in sorted(needed(expression, *step.operands)):
@@ -80,6 +84,7 @@ class _PairWriter:
 
     def __init__(self, expression: Expression, slots: list[tuple[str, int]]):
         self.expression, self.slots = expression, slots
+        self.divisors = divisors(expression)
         self.natural = never_negative(expression)
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
@@ -89,7 +94,7 @@ class _PairWriter:
         if step.op in VARIABLES:
             self.names[number] = step.op
         elif step.op in ("number", "literal"):
-            self.names[number] = _constant(step, self.slots)
+            self.names[number] = _constant(step, self.slots, self.divisors)
         else:
             name = self.names[number] = f"v{number}"
             self.lines.append(f"{name} = {self._code(step)}")
@@ -105,6 +110,8 @@ class _PairWriter:
         if op == "where":
             chosen = (self._operand(number, step.kind) for number in step.operands[1:])
             return _applied(op, self.names[step.operands[0]], *chosen)
+        if op == "&" and (ends := window_of(self.expression, *step.operands)):
+            return f"within(kv_row, {self.names[ends[0]]}, {self.names[ends[1]]})"
         kind = step.kind
         if op in COMPARISONS:
             kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE
@@ -116,7 +123,10 @@ class _PairWriter:
             dividend, divisor = step.operands
             if kind == REAL:
                 return f"{CALLS[op]}_real({', '.join(operands)})"
-            if self.expression[divisor].op in ("number", "literal") and self.natural[dividend]:
+            if self.expression[divisor].op == "number":
+                by = f"data[{self.slots.index(self.expression[divisor].slot)}]"
+                return _divided(op, operands[0], by, self.natural[dividend])
+            if self.expression[divisor].op == "literal" and self.natural[dividend]:
                 return f"{operands[0]} {op} {operands[1]}"
         return _applied(op, *operands)
 
@@ -150,17 +160,26 @@ def _applied(op: str, *operands: str) -> str:
     return f"{operands[0]} {op} {operands[1]}"
 
 
+def _divided(op: str, dividend: str, divisor: str, natural: bool) -> str:
+    """A whole number // or % a captured one."""
+    function = "quotient" if op == "//" else "remainder"
+    return f"{function}({dividend}, {divisor}, {natural})"
+
+
 def _of_dtype(code: str, step: Step) -> str:
     """A read entry as a truth, a whole or a real number."""
     as_kind = {"f": "to_real", "i": "to_int32"}.get(step.dtype)
     return f"{as_kind}({code})" if as_kind else code
 
 
-def _constant(step: Step, slots: list[tuple[str, int]]) -> str:
+def _constant(
+    step: Step, slots: list[tuple[str, int]], divisors: frozenset[tuple[str, int]]
+) -> str:
     """A number: written out, or one that was captured."""
     if step.op == "literal":
         return _literal(step.literal)
-    return f"data[{slots.index(step.slot)}]"
+    name = f"data[{slots.index(step.slot)}]"
+    return f"{name}.number" if step.slot in divisors else name
 
 
 def _literal(value: bool | int | float) -> str:
@@ -256,9 +275,13 @@ class _TileWriter(IntervalRules):
     def __init__(self, expression: Expression, slots: list[tuple[str, int]], most_spans: int):
         super().__init__(expression, most_spans)
         self.slots = slots
+        self.divisors = divisors(expression)
         self.lines: list[_Line] = []
 
     def op(self, name: str, *values: str) -> str:
+        if name in ("//", "%") and values[1].endswith(".number"):
+            divisor = values[1].removesuffix(".number")
+            return self._line(_divided(name, values[0], divisor, False))
         if name in ("real", "widened") and values[0].lstrip("-").isdigit():
             return _literal(float(values[0])) if name == "real" else values[0]
         return self._line(_applied(name, *values))
@@ -273,7 +296,8 @@ class _TileWriter(IntervalRules):
             return Span("query_low", "query_high", rows="QUERY_TILE")
         if step.op == "kv_row":
             return Span("kv_low", "kv_high", rows="KV_TILE")
-        name = _constant(step, self.slots) if step.op == "number" else step.op
+        number = step.op == "number"
+        name = _constant(step, self.slots, self.divisors) if number else step.op
         return Span(name, name, known=True)
 
     def size(self, step: Step, dim: int) -> str:

@@ -410,14 +410,18 @@ class BackwardOfLengths:
             of_queries, more = attention_backward_queries, {"CHAINED": False}
         self.over_keys = nothing_planned
         if kind.ordered or kind.nan_safe:
-            launch = self.spec.launch(of_queries, "backward_queries", call, None, **more)
+            # What is done once more, because of NaN, need not have the best tiles.
+            short = None if kind.ordered else False
+            launch = self.spec.launch(
+                of_queries, "backward_queries", call, None, short=short, **more
+            )
             self.queries = launch.of(numbers, present)
             sizes = launch.constants["QUERY_TILE"], launch.constants["KV_TILE"]
             self.query_programs = self.spec.geometry.queries.programs(sizes[0])
             self.over_keys = kind.planner(inputs, variant, self.spec.geometry, sizes, True)
         if kind.nan_safe:
             launch = self.spec.launch(
-                nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None
+                nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None, short=False
             )
             self.nan_safe_keys = launch.of(numbers, present)
             self.key_programs = self.spec.geometry.keys.programs(launch.constants["KV_TILE"])

@@ -239,14 +239,20 @@ class CallSpec(NamedTuple):
         call: tuple[Inputs, Variant],
         requested: KernelConfig | None,
         start: Mapping[str, Any] = NOTHING,
+        short: bool | None = None,
         **more: Any,
     ) -> Launch:
         """A kernel with its config, more options for its start, and constants of its own.
+
+        short: what its config is to be chosen for, whatever the mask is; another number in the mask
+            then chooses no other one.
 
         Launches of calls that differ in lengths, and not in what configs look at of them, are one
         family (`Launch.of`).
         """
         problem = self.problem(which, call)
+        if short is not None:
+            problem = problem._replace(short=short)
         key = kernel, problem, requested, *start.items(), *more.items()
         found = self.launches.get(key)
         if found is None:
