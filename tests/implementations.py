@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from pairs import covering
 
 import saccade
 from saccade.testing import Case, LinearCase, make_case, make_linear_case
@@ -43,7 +44,9 @@ class Implementation:
         """A case where and as it runs: on its device, in its first dtype if none is named."""
         if not self.drops:
             description["dropout_p"] = 0.0
-        return make_case(**{"dtype": self.dtypes[0], **description, "device": self.device})
+        fewer = {"kv_heads": 1} if self.interpreted else {}  # a program for each head
+        mine = {"dtype": self.dtypes[0], **fewer, **description, "device": self.device}
+        return make_case(**mine)
 
     def linear_case(self, **description: Any) -> LinearCase:
         """The same of linear attention; what it does not serve gives way to what it does."""
@@ -58,10 +61,24 @@ class Implementation:
         configs = [None] if self.small is None else [None, self.small]
         return [_one_of(configs, case, 2**0.5)] if self.slow else configs
 
-    def layouts_of(self, case: int) -> Sequence[bool]:
-        """Whether rows are packed: both ways, or where it is interpreted one of them."""
-        layouts = [False, True]
-        return [_one_of(layouts, case, 3**0.5)] if self.interpreted else layouts
+    def combinations_of(
+        self, case: int, choices: Sequence[Choice]
+    ) -> list[tuple[torch.dtype, saccade.KernelConfig | None, Choice]]:
+        """A dtype, a config and one of two choices, together, that one of many cases is tested in.
+
+        Every two of them meet in any few cases: each has a half of the combinations for that.
+        Where kernels are compiled, a case has one dtype and config, and where they are interpreted
+        one combination.
+        """
+        configs = [None] if self.small is None else [None, self.small]
+        if not self.slow:
+            return covering(self.dtypes, configs, choices)[_one_of((0, 1), case, 3**0.5) :: 2]
+        chosen = [_one_of(choices, case, 3**0.5)] if self.interpreted else choices
+        cases = [(2 * case + choices.index(choice), choice) for choice in chosen]
+        return [
+            (_one_of(self.dtypes, one, 5**0.5), _one_of(configs, one, 2**0.5), choice)
+            for one, choice in cases
+        ]
 
     def sizes_of(self, case: int) -> dict[str, int]:
         """Two batch entries and two kv heads; where it is interpreted, one of either."""

@@ -43,26 +43,23 @@ class TestHiddenNumbers:
     ) -> None:
         number = MASKS.index(mask) * len(SCORES) + SCORES.index(score)
         options = [each for each in product((0, 1), repeat=3) if sum(each) % 2 == number % 2]
-        if implementation.slow:
-            options = options[number // 2 % 4 :][:1]
-        for index, (drops, sinks, with_lse) in enumerate(options):
-            turn = number + index
-            packed, dtypes = turn % 2 == 1, implementation.dtypes_of(turn)
-            lengths = PACKED if packed else ((24, 30), (30, 19))[turn // 2 % 2 :]
-            if implementation.interpreted:
-                lengths = lengths[:3:2]
-            case = implementation.case(
-                mask=mask,
-                score=score,
-                packed=packed,
-                lengths=lengths,
-                dtype=dtypes[turn % len(dtypes)],
-                dropout_p=0.3 * drops,
-                sinks=bool(sinks),
-                seed=turn,
-                **({"batch": 1, "kv_heads": 1} if implementation.interpreted else {}),
-            )
-            _check(implementation, case, bool(with_lse), turn)
+        drops, sinks, with_lse = options[number // 2 % 4]
+        packed, dtypes = number % 2 == 1, implementation.dtypes_of(number)
+        lengths = PACKED if packed else ((24, 30), (30, 19))[number // 2 % 2 :]
+        if implementation.interpreted:
+            lengths = lengths[:3:2]
+        case = implementation.case(
+            mask=mask,
+            score=score,
+            packed=packed,
+            lengths=lengths,
+            dtype=dtypes[(number + number // 8) % len(dtypes)],  # each with all of the options
+            dropout_p=0.3 * drops,
+            sinks=bool(sinks),
+            seed=number,
+            **({"batch": 1} if implementation.interpreted else {}),
+        )
+        _check(implementation, case, bool(with_lse), number)
 
 
 def _check(implementation: Implementation, case: Case, with_lse: bool, turn: int) -> None:

@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from implementations import F64, LINEAR_IMPLEMENTATIONS, Implementation, fixture_of
+from pairs import covering
 from torch import Tensor
 
 import saccade
@@ -32,11 +33,11 @@ FORMS = [form for form in itertools.product(FUSED_MAPS, NORMALIZERS) if form != 
 implementation = fixture_of(LINEAR_IMPLEMENTATIONS)
 
 
-def check(implementation: Implementation, **description: Any) -> None:
+def check(implementation: Implementation, configs: Any = None, **description: Any) -> None:
     """Compare one case with float64, in memory that holds NaN; small chunks too where there are."""
     case = implementation.linear_case(**description)
     with poisoned():
-        for config in implementation.configs_of(0):
+        for config in configs or implementation.configs_of(0):
             given_config = {} if config is None else {"config": config}
             assert_linear_exact(case, implementation.name, **given_config)
 
@@ -51,12 +52,11 @@ class TestExactness:
         self, implementation: Implementation, feature_map: str, normalize: str, packed: bool
     ) -> None:
         number = FUSED_MAPS.index(feature_map) * len(NORMALIZERS) + NORMALIZERS.index(normalize)
-        both = [True, False]
-        if implementation.slow and implementation.device == "cpu":
-            both = [(number + packed) % 2 == 0]  # interpreted, each of the two every other time
-        for dtype, causal in itertools.product(implementation.dtypes_of(number), both):
+        combinations = implementation.combinations_of(2 * number + packed, (True, False))
+        for dtype, config, causal in combinations:
             check(
                 implementation,
+                configs=[config],
                 feature_map=feature_map,
                 normalize=normalize,
                 eps=1.0 if feature_map == "identity" else 1e-3,
@@ -71,18 +71,23 @@ class TestExactness:
                 seed=number,
             )
 
-    @pytest.mark.parametrize("align", ["bottom_right", "top_left"])
-    @pytest.mark.parametrize("lengths", [(13, 29), (29, 13), (1, 17), (17, 1)], ids=str)
-    @pytest.mark.parametrize("decay", DECAYS)
+    @pytest.mark.parametrize(
+        ("lengths", "decay", "align", "state"),
+        covering(
+            [(13, 29), (29, 13), (1, 17), (17, 1)], DECAYS, ["bottom_right", "top_left"],
+            [False, True],
+        ),
+        ids=str,
+    )  # fmt: skip
     def test_unequal_lengths_in_both_alignments(
         self,
         implementation: Implementation,
-        decay: str,
         lengths: tuple[int, int],
+        decay: str,
         align: str,
+        state: bool,
     ) -> None:
-        for state in (False, True):
-            check(implementation, lengths=(lengths,), align=align, decay=decay, state=state)
+        check(implementation, lengths=(lengths,), align=align, decay=decay, state=state)
 
     @pytest.mark.parametrize("heads", HEADS, ids=str)
     @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
