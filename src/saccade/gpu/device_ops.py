@@ -47,6 +47,46 @@ def log2(value):
 
 
 @triton.jit
+def log1p(value):
+    """log(1 + value), also where the sum rounds most of the value away (Kahan): then the logarithm
+    of the sum is corrected by as much as the sum is off."""
+    value = value.to(tl.float32)
+    total = 1.0 + value
+    rounded = total - 1.0
+    near = tl.log(total) * (value / tl.where(rounded == 0, 1.0, rounded))
+    return tl.where(rounded == 0, value, tl.where(total < float("inf"), near, total))
+
+
+@triton.jit
+def expm1(value):
+    """exp(value) - 1, also where the difference leaves few digits (Kahan)."""
+    value = value.to(tl.float32)
+    grown = tl.exp(value)
+    less = grown - 1.0
+    usual = (less > -1.0) & (grown < float("inf")) & (less != 0)
+    near = less * (value / tl.log(tl.where(usual, grown, 2.0)))
+    return tl.where(less == 0, value, tl.where(usual, near, less))
+
+
+@triton.jit
+def sin(value):
+    """Sine."""
+    return tl.sin(value.to(tl.float32))
+
+
+@triton.jit
+def cos(value):
+    """Cosine."""
+    return tl.cos(value.to(tl.float32))
+
+
+@triton.jit
+def erf(value):
+    """The error function."""
+    return tl.erf(value.to(tl.float32))
+
+
+@triton.jit
 def sqrt(value):
     """Square root."""
     return tl.sqrt_rn(value.to(tl.float32))

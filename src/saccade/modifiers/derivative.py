@@ -120,6 +120,11 @@ def _sigmoid(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
     return [b.times(slope, b.add("*", result, b.add("-", b.literal(1.0), result)))]
 
 
+def _erf(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
+    bell = b.add("exp", b.add("neg", b.add("*", x, x)))
+    return [b.times(slope, b.add("*", b.literal(2 / math.sqrt(math.pi)), bell))]
+
+
 def _sqrt(b: _Calculus, result: int, slope: int, x: int) -> list[int | None]:
     return [b.over(slope, b.add("*", b.literal(2.0), result))]
 
@@ -153,6 +158,11 @@ RULES: dict[str, Rule] = {
     "sigmoid": _sigmoid,
     "exp": lambda b, result, slope, x: [b.times(slope, result)],
     "exp2": lambda b, result, slope, x: [b.times(slope, b.times(result, b.literal(LN_2)))],
+    "expm1": lambda b, result, slope, x: [b.times(slope, b.add("+", result, b.literal(1.0)))],
+    "log1p": lambda b, result, slope, x: [b.over(slope, b.add("+", b.literal(1.0), x))],
+    "sin": lambda b, result, slope, x: [b.times(slope, b.add("cos", x))],
+    "cos": lambda b, result, slope, x: [b.times(slope, b.add("neg", b.add("sin", x)))],
+    "erf": _erf,
     "log": lambda b, result, slope, x: [b.over(slope, x)],
     "log2": lambda b, result, slope, x: [b.over(slope, b.times(x, b.literal(LN_2)))],
     "sqrt": _sqrt,

@@ -30,7 +30,8 @@ VARIABLES = {
 }  # fmt: skip
 READS = ("take", "read")  # of captured tensors: the nearest entry; the entry itself, -1 the last
 COMPARISONS = ("<", "<=", "==")
-FUNCTIONS = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid")  # of a real number
+GROWING = ("exp", "exp2", "log", "log2", "sqrt", "tanh", "sigmoid")  # with their operand
+FUNCTIONS = (*GROWING, "log1p", "expm1", "sin", "cos", "erf")  # of a real number
 OPERATORS = frozenset((
     *COMPARISONS, *FUNCTIONS, "+", "-", "*", "/", "//", "%", "<<", ">>", "&", "|", "^", "~", "neg",
     "abs", "min", "max", "where", "whole", "real",

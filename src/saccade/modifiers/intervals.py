@@ -23,7 +23,7 @@ from torch import Tensor
 from saccade.modifiers.evaluate import OPERATIONS, inside
 from saccade.modifiers.expression import (
     COMPARISONS,
-    FUNCTIONS,
+    GROWING,
     READS,
     REAL,
     TRUTH,
@@ -274,7 +274,7 @@ class IntervalRules(ABC):
     def _computed(self, step: Step, spans: list[Span]) -> Span | None:
         """The numbers that an operation on numbers of one kind gives."""
         op, a, b = step.op, spans[0], spans[-1]
-        if op in ("real", *FUNCTIONS):
+        if op in ("real", *GROWING):
             found = self._each(op, a)._replace(rows="")
             if op in OF_POSITIVE and not found.known:  # below 0 they give NaN, in the middle too
                 ordered = self.op("==", found.low, found.low)

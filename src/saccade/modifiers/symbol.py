@@ -5,15 +5,18 @@ Operators and functions of PyTorch's add a step each; some functions are compose
 
 from __future__ import annotations
 
+import functools
+import math
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from saccade.modifiers.expression import FUNCTIONS, REAL, TRUTH, WHOLE
+from saccade.modifiers.composed import OF_ANY, OF_REAL, divided_towards_0
+from saccade.modifiers.expression import FUNCTIONS, REAL, TRUTH, WHOLE, never_negative
 
 if TYPE_CHECKING:
     from saccade.modifiers.trace import Trace
@@ -100,6 +103,9 @@ class Symbol:
     def where(self, condition: Any, other: Any) -> Symbol:
         """This symbol where a condition holds, else another one."""
         return self._trace.called("where", (condition, self, other), {})
+
+    def __pos__(self) -> Symbol:
+        return self
 
     def __pow__(self, exponent: Any) -> Symbol:
         return self._trace.called("pow", (self, exponent), {})
@@ -202,15 +208,49 @@ def call(trace: Trace, name: str, args: Sequence[Any], options: dict[str, Any]) 
     Raises:
         TypeError: for one that masks and scores do not know.
     """
+    name = name.partition(".")[0].removeprefix("special_")  # add.Tensor of torch.ops.aten
+    name = ALIASES.get(name, name)
+    if options.get("inplace") is False:  # functions of torch.nn.functional say so
+        options = {key: value for key, value in options.items() if key != "inplace"}
+    if name.endswith("_") and not name.endswith("__") and isinstance(args[0], Symbol):
+        return _in_place(trace, name, args, options)
     if name in COMPOSED:
-        return COMPOSED[name](trace, *args, **options)
+        return _composed(trace, name, args, options)
     op = OPERATIONS.get(name)
+    if op in ("+", "-") and options.keys() == {"alpha"}:
+        args, options = [args[0], trace.apply("*", options["alpha"], args[1])], {}
     if not op or options:
         with_options = f" with {', '.join(options)}" if op else ""
         raise Untraceable(f"{name}{with_options} is not known to masks and scores")
     if name in OF_TRUTHS:
         args = [as_kind(trace, arg, TRUTH) for arg in args]
     return trace.apply(op, *args)
+
+
+def _composed(trace: Trace, name: str, args: Sequence[Any], options: dict[str, Any]) -> Any:
+    """What a composed function gives.
+
+    Raises:
+        TypeError: for arguments that it does not take.
+    """
+    try:
+        return COMPOSED[name](trace, *args, **options)
+    except Untraceable:
+        raise
+    except (TypeError, ValueError) as error:
+        problem = str(error).replace("<lambda>()", name)
+        raise Untraceable(f"{name} in a mask or score: {problem}") from None
+
+
+def _in_place(trace: Trace, name: str, args: Sequence[Any], options: dict[str, Any]) -> Symbol:
+    """A method that writes to its symbol, which from then on is the result."""
+    symbol = args[0]
+    found = call(trace, name.removesuffix("_"), args, options)
+    before, after = (trace.steps[each._number].kind for each in (symbol, found))
+    if before != after:
+        raise Untraceable(f"{name} would make a {after} number of a {before} one")
+    symbol._number = found._number
+    return symbol
 
 
 def as_kind(trace: Trace, value: Any, kind: str) -> Symbol:
@@ -256,25 +296,52 @@ def _ceil(trace: Trace, value: Any) -> Symbol:
 
 def _pow(trace: Trace, value: Any, exponent: Any) -> Symbol:
     if isinstance(exponent, (Symbol, Tensor)):
-        real = isinstance(value, float) or trace.steps[trace.constant(exponent)].kind == REAL
-        if isinstance(value, Symbol) or value != 2 or not real:
-            raise Untraceable(
-                "** a row: takes 2.0 ** x, 1 << x for whole numbers, torch.exp(x * math.log(base))"
-            )
-        return trace.apply("exp2", exponent)
-    if exponent == 0.5:
-        return trace.apply("sqrt", value)
-    if isinstance(exponent, bool) or not isinstance(exponent, int) or not 1 <= exponent <= 8:
-        raise Untraceable(f"** {exponent!r}: takes a whole number from 1 to 8, or 0.5")
-    found = trace.symbol(trace.constant(value))
-    for _ in range(exponent - 1):
-        found = trace.apply("*", found, value)
-    return found
+        return _power_of_number(trace, value, exponent)
+    whole, half = divmod(exponent, 1) if isinstance(exponent, (int, float)) else (None, None)
+    if isinstance(exponent, bool) or half not in (0, 0.5) or not -8 <= exponent <= 8:
+        raise Untraceable(f"** {exponent!r}: takes a multiple of 0.5 from -8 to 8")
+    real = isinstance(exponent, float) or trace.steps[trace.constant(value)].kind == REAL
+    if exponent < 0 and not real:
+        raise Untraceable(f"** {exponent}: takes a real number to it, as PyTorch does")
+    if exponent < 0:
+        return trace.apply("/", trace.symbol(trace.literal(1.0)), _pow(trace, value, -exponent))
+    if isinstance(exponent, float):
+        value = as_kind(trace, value, REAL)
+    factors = [value] * int(whole) + [trace.apply("sqrt", value)] * (half == 0.5)
+    if not factors:
+        return _filled(trace, trace.symbol(trace.constant(value)), 1, None)
+    return functools.reduce(
+        functools.partial(trace.apply, "*"), factors[1:], as_symbol(trace, factors[0])
+    )
+
+
+def _power_of_number(trace: Trace, base: Any, exponent: Any) -> Symbol:
+    """A number to the power of a row or score."""
+    real = isinstance(base, float) or trace.steps[trace.constant(exponent)].kind == REAL
+    number = isinstance(base, (int, float)) and not isinstance(base, bool)
+    if number and base == 2 and not real:
+        step = trace.constant(exponent)
+        if never_negative(tuple(trace.steps))[step]:
+            return trace.apply("<<", trace.symbol(trace.literal(1)), exponent)
+    if not (number and 0 < base < math.inf and real):
+        raise Untraceable(
+            "** a row: takes 2.0 ** x, any number above 0 to the power of a real one, and 1 << x"
+        )
+    if base != 2:
+        exponent = trace.apply("*", exponent, math.log2(base))
+    return trace.apply("exp2", exponent)
+
+
+def as_symbol(trace: Trace, value: Any) -> Symbol:
+    """A value as a symbol."""
+    return trace.symbol(trace.constant(value))
 
 
 def _div(trace: Trace, value: Any, other: Any, rounding_mode: str | None = None) -> Symbol:
+    if rounding_mode == "trunc":
+        return _by(divided_towards_0)(trace, value, other)
     if rounding_mode not in (None, "floor"):
-        raise Untraceable(f"div: rounding_mode {rounding_mode!r}, takes 'floor' or none")
+        raise Untraceable(f"div: rounding_mode {rounding_mode!r}, takes 'floor', 'trunc' or none")
     return trace.apply("//" if rounding_mode else "/", value, other)
 
 
@@ -299,13 +366,31 @@ def _filled(trace: Trace, of: Any, value: Any, dtype: torch.dtype | None) -> Sym
     return trace.symbol(trace.constant(float(value) if dtype.is_floating_point else value))
 
 
+def _by(function: Callable[..., Any], kind: str = "") -> Callable[..., Any]:
+    """A function of `composed`, whose first operand is made a symbol, of a kind perhaps."""
+
+    def composed(trace: Trace, operand: Any, /, *args: Any, **options: Any) -> Any:
+        first = as_kind(trace, operand, kind) if kind else as_symbol(trace, operand)
+        return function(lambda number: trace.symbol(trace.literal(number)), first, *args, **options)
+
+    return composed
+
+
+ALIASES = {
+    "fix": "trunc", "expit": "sigmoid", "_threshold": "threshold",
+}  # fmt: skip
 COMPOSED = {
+    **{name: _by(function, REAL) for name, function in OF_REAL.items()},
+    **{name: _by(function) for name, function in OF_ANY.items()},
     "to": _to,
     "type": _to,
     "type_as": _to,
     "bool": lambda trace, value: as_kind(trace, value, TRUTH),
     "float": lambda trace, value: as_kind(trace, value, REAL),
     "double": lambda trace, value: as_kind(trace, value, REAL),
+    "half": lambda trace, value: as_kind(trace, value, REAL),
+    "bfloat16": lambda trace, value: as_kind(trace, value, REAL),
+    "short": lambda trace, value: as_kind(trace, value, WHOLE),
     "int": lambda trace, value: as_kind(trace, value, WHOLE),
     "long": lambda trace, value: as_kind(trace, value, WHOLE),
     "trunc": lambda trace, value: as_kind(trace, value, WHOLE),
