@@ -127,6 +127,18 @@ def test_the_host_is_a_step_behind_and_no_further():
     assert engine.statistics().steps == NEW
 
 
+def test_a_prompt_that_fills_a_step_keeps_no_other_waiting():
+    engine = served.engine(num_pages=200, run_ahead=True, max_batch_tokens=16)
+    prompts = [served.prompts()[3][:16], served.prompts()[6][:16], served.prompts()[1][:16]]
+    for prompt in prompts:
+        engine.submit(prompt, **GREEDY)
+    for _ in range(2 * len(prompts)):  # a call begins a step, or looks at what it gave
+        engine.step()
+    assert engine.statistics().running == len(prompts)
+    engine.run()
+    assert engine.statistics().steps <= len(prompts) + NEW
+
+
 def test_a_page_of_an_unchecked_step_is_found_by_nobody(monkeypatch):
     engine = served.engine(num_pages=64, run_ahead=True, max_batch_tokens=64)
     prompt = served.prompts()[1][:15]

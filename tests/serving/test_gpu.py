@@ -113,13 +113,13 @@ def test_warming_up_leaves_nothing(model):
     served.assert_nothing_is_held(engine)
 
 
-@pytest.mark.filterwarnings("ignore:Quantization|ignore:Online softmax")  # Inductor's, of itself
 def test_random_steps_compile_nothing(model, monkeypatch):
     """2,000 steps of whatever comes, after the engine has tried its steps."""
     engine = saccade.Engine(
         model, num_pages=300, max_sequences=12, max_batch_tokens=64, max_length=200, progress=False
     )
-    assert "2 layers are compiled as one" in engine.explain()
+    if next(model.parameters()).dtype == torch.bfloat16:  # else Inductor may round to TF32
+        assert "2 layers are compiled as one" in engine.explain()
 
     def compile_nothing(kernel: Any, *others: Any) -> Any:
         raise AssertionError(f"{kernel.__name__} was compiled in a step")

@@ -164,9 +164,8 @@ class Scheduler:
                 if len(self.running) == 1:
                     raise
                 self._preempt_youngest()
-                admitting = False
+                admitting, self._refused = False, True
                 continue
-            self._refused = True  # all that can start has
             self._note_pages(chunks)
             return StepPlan(chunks, slots)
 
@@ -271,7 +270,11 @@ class Scheduler:
         """Start waiting requests in their order, while there are rows, sequences and pages left."""
         chunks = []
         left = self._max_sequences - sum(request.width for request in self.running)
-        while self.waiting and rows > 0 and self.waiting[0].width <= left:
+        self._refused = True
+        while self.waiting and self.waiting[0].width <= left:
+            if rows <= 0:
+                self._refused = False  # by this step alone: the next one has rows
+                break
             request = self.waiting[0]
             if not self._bring_in(request):
                 break
