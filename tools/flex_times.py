@@ -1,7 +1,7 @@
 """Time saccade.integrations.flex_attention beside PyTorch's compiled FlexAttention, on a GPU.
 
-Usage: python tools/flex_times.py [CASE ...] [--lengths 4096,16384] [--dims 64,128] [--json FILE]
-       python tools/flex_times.py --compile [CASE ...]      (fill both caches, time nothing)
+Usage: python tools/flex_times.py [--case GLOB] [--length GLOB] [--dim GLOB] [--json FILE]
+                                  [--plot FILE] [--jobs N] [--seconds S] [--again]
 
 --help says more.
 """
@@ -13,10 +13,14 @@ import gc
 import itertools
 import json
 import math
+import os
 import statistics
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,14 +37,22 @@ its documents say. Each pass is timed by CUDA events, ours and theirs in turns w
 after a sleeping kernel so that the host does not show; a ratio is their median over ours.
 """
 EPILOG = """\
-Before that a first call is timed, forward and backward, of either; and one with another number in
-the same functions. They take what is in the caches: for empty ones give fresh folders by
-TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and SACCADE_CACHE.
+First, processes side by side (--jobs) make the first call of each library, forward and backward,
+and one with another number in the same functions, which fills the caches; those seconds are theirs,
+and longer than alone. They take what is in the caches: for empty ones give fresh folders by
+TORCHINDUCTOR_CACHE_DIR, TRITON_CACHE_DIR and SACCADE_CACHE. Then one process times, and ends after
+--seconds; a later run with the same --json goes on with what is missing.
 
---compile fills the caches, so that several processes may do that at once and one then time.
+  flex_times.py --json times.json --plot times.png         all, in about 4 minutes on 16 cores
+  flex_times.py --case 'dil*' --dim 64 --json times.json --again
 """
+LENGTHS, DIMS = (4096, 16384), (64, 128)
 HEADS, ROUNDS, REPEATS = 16, 7, 4
+TOKENS = max(LENGTHS)
 SLEEP = 20_000_000  # cycles: 10 ms, in which the host puts all calls of a turn into the queue
+COMPILING = 0.6  # of all seconds, after which no other compiler is started
+LIBRARIES = ("ours", "theirs")
+DEVICE = "cuda"
 Function = Callable[..., Any]
 
 
@@ -67,7 +79,7 @@ def documents(length: int, count: int) -> Function:
     """As many documents of random lengths, causal."""
     generator = torch.Generator().manual_seed(0)
     ends = torch.randperm(length - 1, generator=generator)[: count - 1] + 1
-    ids = torch.searchsorted(ends.sort().values, torch.arange(length), right=True).to("cuda")
+    ids = torch.searchsorted(ends.sort().values, torch.arange(length), right=True).to(DEVICE)
     return lambda b, h, q, k: (ids[q] == ids[k]) & (q >= k)
 
 
@@ -96,7 +108,7 @@ def natten(length: int, kernel: int) -> Function:
 
 def alibi(length: int, number: int) -> Function:
     """Linear biases."""
-    slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1, device="cuda") / HEADS)
+    slopes = torch.exp2(-8.0 * torch.arange(1, HEADS + 1, device=DEVICE) / HEADS)
     return lambda score, b, h, q, k: score + slopes[h] * (k - q)
 
 
@@ -107,7 +119,8 @@ def softcap(length: int, cap: int) -> Function:
 
 def relative(length: int, number: int) -> Function:
     """A bias by distance and head, from a table."""
-    table = torch.randn(HEADS, 2 * length - 1, device="cuda")
+    generator = torch.Generator().manual_seed(0)  # the same for both libraries
+    table = torch.randn(HEADS, 2 * length - 1, generator=generator).to(DEVICE)
     return lambda score, b, h, q, k: score + table[h, q - k + length - 1]
 
 
@@ -116,21 +129,51 @@ def plain(length: int, number: int) -> Function:
     return causal
 
 
-CASES = {
+CASES = {  # what takes least to compile comes first
     "causal": FlexCase(plain),
     "window": FlexCase(window, None, 1024, 1000),
-    "documents": FlexCase(documents, None, 8),
     "prefix": FlexCase(prefix, None, 1000, 1100),
-    "dilated": FlexCase(dilated, None, 4, 6),
-    "natten": FlexCase(natten, None, 13, 11),
-    "alibi": FlexCase(plain, alibi),
+    "documents": FlexCase(documents, None, 8),
     "softcap": FlexCase(plain, softcap, 20, 30),
+    "alibi": FlexCase(plain, alibi),
+    "dilated": FlexCase(dilated, None, 4, 6),
     "relative": FlexCase(None, relative),
+    "natten": FlexCase(natten, None, 13, 11),
 }
 
 
-class Failed(Exception):
-    """One of the libraries cannot serve a case."""
+class Cell(NamedTuple):
+    """One line of results: a case of a length and a head_dim."""
+
+    case: str
+    length: int
+    dim: int
+
+    def __str__(self) -> str:
+        return f"{self.case} {self.length} d{self.dim}"
+
+
+def cells(cases: Sequence[str], lengths: Sequence[str], dims: Sequence[str]) -> list[Cell]:
+    """The cells that globs fit, in order.
+
+    Raises:
+        ValueError: for a glob that fits nothing.
+    """
+    chosen = []
+    for name, globs, values in (
+        ("--case", cases, CASES), ("--length", lengths, LENGTHS), ("--dim", dims, DIMS),
+    ):  # fmt: skip
+        fit = [one for one in values if any(fnmatchcase(str(one), glob) for glob in globs)]
+        idle = [glob for glob in globs if not any(fnmatchcase(str(one), glob) for one in values)]
+        if idle:
+            raise ValueError(f"{name}: got {idle[0]}, takes {', '.join(map(str, values))}")
+        chosen.append(fit)
+    return [
+        Cell(case, length, dim) for case, dim, length in itertools.product(*chosen[::2], chosen[1])
+    ]
+
+
+# ---- calls ---------------------------------------------------------------------------------------
 
 
 class Timed(NamedTuple):
@@ -157,26 +200,30 @@ class Timed(NamedTuple):
         return middle - begin, time.perf_counter() - middle
 
 
-def made(name: str, length: int, dim: int, tokens: int, number: int) -> dict[str, Timed]:
-    """Both calls over the same rows."""
-    case, batch = CASES[name], max(1, tokens // length)
-    shape = batch, HEADS, length, dim
-    rows = [torch.randn(shape, device="cuda").bfloat16().requires_grad_() for _ in range(3)]
-    given = torch.randn(shape, device="cuda").bfloat16()
+def rows_of(cell: Cell) -> list[Tensor]:
+    """Query, key and value, and the gradient of the output."""
+    shape = max(1, TOKENS // cell.length), HEADS, cell.length, cell.dim
+    rows = [torch.randn(shape, device=DEVICE).bfloat16() for _ in range(4)]
+    return [*(each.requires_grad_() for each in rows[:3]), rows[3]]
+
+
+def made(cell: Cell, number: int, library: str, rows: Sequence[Tensor]) -> Timed:
+    """A library's call over these rows."""
+    case, length = CASES[cell.case], cell.length
     score = None if case.score is None else case.score(length, number)
-    mask = None if case.mask is None else case.mask(length, number)
-    compiled: Any = torch.compile(theirs.flex_attention, dynamic=False)
-    found = {}
-    for library, by, call in (("ours", ours, ours.flex_attention), ("theirs", theirs, compiled)):
-        blocks = None
-        if mask is not None:
-            blocks = by.create_block_mask(mask, None, None, length, length, device="cuda")
+    by: Any = ours if library == "ours" else theirs
+    call: Any = by.flex_attention
+    if library == "theirs":
+        call = torch.compile(call, dynamic=False)
+    blocks = None
+    if case.mask is not None:
+        mask = case.mask(length, number)
+        blocks = by.create_block_mask(mask, None, None, length, length, device=DEVICE)
 
-        def run(call: Any = call, blocks: Any = blocks) -> Tensor:
-            return call(*rows, score_mod=score, block_mask=blocks)
+    def run() -> Tensor:
+        return call(*rows[:3], score_mod=score, block_mask=blocks)
 
-        found[library] = Timed(run, rows, given)
-    return found
+    return Timed(run, list(rows[:3]), rows[3])
 
 
 def passes(call: Timed) -> dict[str, Callable[[], Any]]:
@@ -206,86 +253,263 @@ def difference(calls: dict[str, Timed]) -> float:
     return float((found[0] - found[1]).abs().max())
 
 
-def timed(name: str, length: int, dim: int, tokens: int, compile_only: bool) -> dict[str, Any]:
-    """One line of results."""
+def begin() -> None:
+    """Forget what was compiled for other cells, and let gradients be taken again and again."""
     setattr(sys.modules["torch._functorch.config"], "donated_buffer", False)  # noqa: B010
     torch._dynamo.reset()
-    case = CASES[name]
-    calls = made(name, length, dim, tokens, case.number)
-    row: dict[str, Any] = {"case": name, "length": length, "head_dim": dim}
-    for library, call in calls.items():
+
+
+def said(error: BaseException) -> str:
+    """An error in a line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def timed(cell: Cell, known: Mapping[str, Any]) -> dict[str, Any]:
+    """A row: the times of both libraries; of one, where the other fails."""
+    begin()
+    row, rows = dict(known), rows_of(cell)
+    calls, work = {}, {}
+    for library in LIBRARIES:
+        if f"error_{library}" in row:
+            continue
         try:
-            row[f"first_{library}_s"] = call.first()
+            call = made(cell, CASES[cell.case].number, library, rows)
+            work[library] = passes(call)
+            work[library]["backward"]()
+            calls[library] = call
         except Exception as error:  # whatever a compiler raises
-            raise Failed(f"{library} failed: {type(error).__name__}: {error}"[:1000]) from error
-    if compile_only:
-        return row
-    if case.other:
-        for library, call in made(name, length, dim, tokens, case.other).items():
-            row[f"other_number_{library}_s"] = call.first()
-    row["difference"] = difference(calls)
-    work = {library: passes(call) for library, call in calls.items()}
+            row[f"error_{library}"] = said(error)
+            work.pop(library, None)
+    if len(calls) == len(LIBRARIES):
+        row["difference"] = difference(calls)
     taken: dict[tuple[str, str], list[float]] = {}
     for number in range(ROUNDS):
-        turns = [*itertools.product(("forward", "backward"), calls)]
+        turns = [*itertools.product(("forward", "backward"), work)]
         for which, library in turns if number % 2 else turns[::-1]:
-            spent = milliseconds(work[library][which])
-            taken.setdefault((which, library), []).append(spent)
+            taken.setdefault((which, library), []).append(milliseconds(work[library][which]))
     for (which, library), values in taken.items():
         row[f"{which}_{library}_ms"] = statistics.median(values)
-    for which in ("forward", "backward"):
-        row[f"{which}_ratio"] = row[f"{which}_theirs_ms"] / row[f"{which}_ours_ms"]
+    if len(work) == len(LIBRARIES):
+        for which in ("forward", "backward"):
+            row[f"{which}_ratio"] = row[f"{which}_theirs_ms"] / row[f"{which}_ours_ms"]
     row["device"] = torch.cuda.get_device_name()
     return row
 
 
-def main() -> int:
-    """Time every case; the exit status, 1 if one failed."""
+# ---- compiling -----------------------------------------------------------------------------------
+
+
+class Unit(NamedTuple):
+    """What one process compiles: calls of one library."""
+
+    library: str
+    cells: tuple[Cell, ...]
+
+
+def units(asked: Sequence[Cell]) -> list[Unit]:
+    """Kernels of ours know no length, so one process compiles for all lengths of a case."""
+    found: list[Unit] = []
+    for cell in asked:
+        alike = tuple(one for one in asked if (one.case, one.dim) == (cell.case, cell.dim))
+        if cell == alike[0]:
+            found.append(Unit("ours", alike))
+        found.append(Unit("theirs", (cell,)))
+    return found
+
+
+def compile_unit(unit: Unit) -> None:
+    """Make the calls of a unit; print a line of JSON for each cell."""
+    for cell in unit.cells:
+        begin()
+        case, row = CASES[cell.case], dict(cell._asdict())
+        try:
+            rows = rows_of(cell)
+            call = made(cell, case.number, unit.library, rows)
+            row[f"first_{unit.library}_s"] = call.first()
+            if case.other:
+                call = made(cell, case.other, unit.library, rows)
+                row[f"other_number_{unit.library}_s"] = call.first()
+        except Exception as error:  # whatever a compiler raises
+            row[f"error_{unit.library}"] = said(error)
+        print(json.dumps(row), flush=True)
+
+
+def compiled(asked: Sequence[Cell], jobs: int, until: float) -> dict[Cell, dict[str, Any]]:
+    """Fill both caches by processes side by side; what is known of each cell that was compiled."""
+    rows: dict[Cell, dict[str, Any]] = {}
+
+    def run(unit: Unit) -> None:
+        if time.perf_counter() > until:
+            return
+        request = json.dumps([unit.library, unit.cells])
+        done = subprocess.run(
+            [sys.executable, __file__, "--compile", request], capture_output=True, text=True,
+            check=False,
+        )  # fmt: skip
+        answers = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        for cell, answer in itertools.zip_longest(unit.cells, answers):
+            if answer is None:
+                last = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+                answer = {f"error_{unit.library}": f"its process ended: {last}"[:400]}
+            rows.setdefault(cell, {}).update(
+                {key: value for key, value in answer.items() if key not in Cell._fields}
+            )
+
+    with ThreadPoolExecutor(max(jobs, 1)) as threads:
+        list(threads.map(run, units(asked)))
+    return {
+        cell: {**row, "case": cell.case, "length": cell.length, "head_dim": cell.dim}
+        for cell, row in rows.items()
+        if all(f"first_{one}_s" in row or f"error_{one}" in row for one in LIBRARIES)
+    }
+
+
+# ---- results -------------------------------------------------------------------------------------
+
+
+def read(file: Path | None) -> dict[Cell, dict[str, Any]]:
+    """The rows of a file, which has one a line."""
+    if file is None or not file.exists():
+        return {}
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    return {Cell(row["case"], row["length"], row["head_dim"]): row for row in rows}
+
+
+def write(file: Path | None, rows: Mapping[Cell, dict[str, Any]]) -> None:
+    """Write rows in the order of cells; a reader sees the old file or the new one."""
+    if file is None:
+        return
+    order = cells(["*"], ["*"], ["*"])
+    place = {cell: number for number, cell in enumerate(order)}
+    ordered = sorted(rows, key=lambda cell: (place.get(cell, len(order)), cell))
+    fresh = file.with_name(f"{file.name}.new")
+    fresh.write_text("".join(json.dumps(rows[cell]) + "\n" for cell in ordered), encoding="utf-8")
+    fresh.replace(file)
+
+
+HEADER = f"{'':24}{'forward, ms':>20}{'ratio':>7}{'backward, ms':>20}{'ratio':>7}" + (
+    f"{'first, s':>16}{'other number, s':>18}"
+)
+
+
+def line_of(cell: Cell, row: Mapping[str, Any]) -> str:
+    """A row as a line of the table, with the errors of libraries that failed behind it."""
+    text = f"{cell!s:24}"
+    for which in ("forward", "backward"):
+        times = [row.get(f"{which}_{library}_ms") for library in LIBRARIES]
+        shown = " / ".join("-" if ms is None else f"{ms:.3f}" for ms in times)
+        ratio = row.get(f"{which}_ratio")
+        text += f"{shown:>20}{'' if ratio is None else f'{ratio:.2f}':>7}"
+    for key, width in (("first", 16), ("other_number", 18)):
+        seconds = [row.get(f"{key}_{library}_s") for library in LIBRARIES]
+        shown = " / ".join("-" if each is None else f"{sum(each):.2f}" for each in seconds)
+        text += f"{shown if any(seconds) else '':>{width}}"
+    errors = [
+        f"    {library} failed: {row[f'error_{library}']}"
+        for library in LIBRARIES
+        if f"error_{library}" in row
+    ]
+    return "\n".join([text.rstrip(), *errors])
+
+
+def means(rows: Iterable[Mapping[str, Any]]) -> str:
+    """The geometric mean of each pass's ratios."""
+    found = []
+    for which in ("forward", "backward"):
+        ratios = [row[f"{which}_ratio"] for row in rows if f"{which}_ratio" in row]
+        if ratios:
+            found.append(f"{which} {statistics.geometric_mean(ratios):.2f} of {len(ratios)}")
+    return f"geometric mean: {', '.join(found) or 'of nothing'}"
+
+
+def plot(file: Path, rows: Mapping[Cell, Mapping[str, Any]]) -> None:
+    """Draw the ratios of each cell, forward and backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    drawn = {cell: row for cell, row in rows.items() if "forward_ratio" in row}
+    figure, axes = pyplot.subplots(
+        figsize=(8.0, 1.4 + 0.26 * max(len(drawn), 1)), layout="constrained"
+    )
+    axes.axvline(1, color="#888888", linewidth=1)
+    for which, color, marker in (("forward", "#d55e00", "o"), ("backward", "#0072b2", "s")):
+        ratios = [row[f"{which}_ratio"] for row in drawn.values()]
+        axes.plot(
+            ratios, range(len(drawn)), color=color, marker=marker, linestyle="none", label=which
+        )
+    axes.set_yticks(range(len(drawn)), [str(cell) for cell in drawn], fontsize=8)
+    axes.set_ylim(len(drawn) - 0.5, -0.5)
+    axes.set_xlabel(
+        "FlexAttention's time over Saccade's (right of 1: Saccade is faster)", fontsize=9
+    )
+    axes.grid(alpha=0.25)
+    axes.legend(loc="lower right", fontsize=8)
+    devices = "; ".join(dict.fromkeys(str(row.get("device")) for row in drawn.values()))
+    axes.set_title(f"{devices}, torch {torch.__version__}: {means(drawn.values())}", fontsize=9)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(file, dpi=130)
+    pyplot.close(figure)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options."""
     parser = argparse.ArgumentParser(
         "flex_times.py", description=HELP, epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(CASES)}")
-    parser.add_argument("--lengths", default="4096,16384")
-    parser.add_argument("--dims", default="64,128")
-    parser.add_argument("--compile", action="store_true", help="only fill the caches")
-    parser.add_argument("--json", type=Path, help="append a line for each case")
-    asked = parser.parse_args()
-    lengths, dims = (
-        [int(part) for part in text.split(",")] for text in (asked.lengths, asked.dims)
-    )
-    if unknown := [name for name in asked.cases if name not in CASES]:
-        parser.error(f"CASE: got {unknown[0]}, takes {', '.join(CASES)}")
-    ratios: dict[str, list[float]] = {"forward": [], "backward": []}
-    failed = 0
-    print(f"{'':28}{'forward':>10}{'backward':>10}{'first':>16}{'other number':>16}")
-    for name, length, dim in itertools.product(asked.cases or CASES, lengths, dims):
-        try:
-            row = timed(name, length, dim, max(lengths), asked.compile)
-        except Failed as error:
-            print(f"{name} {length} d{dim}: {error}", flush=True)
-            failed = 1
+    globs = (("case", CASES), ("length", LENGTHS), ("dim", DIMS))
+    for name, values in globs:
+        known = ", ".join(map(str, values))
+        parser.add_argument(f"--{name}", action="append", metavar="GLOB", help=f"of {known}")
+    parser.add_argument("--json", type=Path, help="a row a line; kept rows are not timed again")
+    parser.add_argument("--again", action="store_true", help="time what the file has, too")
+    parser.add_argument("--plot", type=Path, help="draw all rows of the file, or of this run")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers side by side")
+    parser.add_argument("--seconds", type=float, default=290.0, help="after which none is begun")
+    parser.add_argument("--compile", help=argparse.SUPPRESS)
+    asked = parser.parse_args(arguments)
+    try:
+        asked.cells = cells(*(getattr(asked, name) or ["*"] for name, _ in globs))
+    except ValueError as error:
+        parser.error(str(error))
+    return asked
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Time every cell; the exit status, 1 if one failed or time ended before it."""
+    asked, started = parsed(arguments), time.perf_counter()
+    if asked.compile:
+        library, chosen = json.loads(asked.compile)
+        compile_unit(Unit(library, tuple(Cell(*cell) for cell in chosen)))
+        return 0
+    rows = read(asked.json)
+    missing = [cell for cell in asked.cells if asked.again or cell not in rows]
+    if missing and not torch.cuda.is_available():
+        print("flex_times.py: there is no GPU")
+        return 2
+    if missing:
+        known = compiled(missing, asked.jobs, started + COMPILING * asked.seconds)
+        print(f"compiled in {time.perf_counter() - started:.0f} s\n{HEADER}", flush=True)
+    left = []
+    for cell in missing:
+        if cell not in known or time.perf_counter() - started > asked.seconds:
+            left.append(cell)
             continue
-        if asked.json:
-            with asked.json.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        seconds = [
-            " / ".join(f"{sum(row[f'{key}_{library}_s']):.2f}" for library in ("ours", "theirs"))
-            if f"{key}_ours_s" in row else ""
-            for key in ("first", "other_number")
-        ]  # fmt: skip
-        shown = [f"{row[f'{which}_ratio']:.2f}" if not asked.compile else "" for which in ratios]
-        at = f"{name} {length} d{dim}"
-        print(f"{at:28}{shown[0]:>10}{shown[1]:>10}{seconds[0]:>16}{seconds[1]:>16}", flush=True)
-        for which, values in ratios.items():
-            if not asked.compile:
-                values.append(row[f"{which}_ratio"])
+        rows[cell] = timed(cell, known[cell])
+        print(line_of(cell, rows[cell]), flush=True)
+        write(asked.json, rows)
         gc.collect()
         torch.cuda.empty_cache()
-    if ratios["forward"]:
-        means = [f"{statistics.geometric_mean(values):.2f}" for values in ratios.values()]
-        print(f"{'geometric mean':28}{means[0]:>10}{means[1]:>10}")
-    return failed
+    of_these = {cell: rows[cell] for cell in asked.cells if cell in rows}
+    print(means(of_these.values()))
+    if left:
+        print(f"time ended before: {', '.join(map(str, left))}")
+    if asked.plot:
+        plot(asked.plot, rows)
+    failed = any(key.startswith("error_") for row in of_these.values() for key in row)
+    return int(failed or bool(left))
 
 
 if __name__ == "__main__":
