@@ -359,22 +359,25 @@ class Decoder:
     # ---- graphs ----------------------------------------------------------------------------------
 
     def warm_up(self, rows: int, progress: bool) -> None:
-        """Try steps that read prompts, and capture those that decode.
+        """Try steps that read prompts, and capture those that decode, or try them too.
 
         A model that cannot be captured, since it reads numbers on the host say, is left to run
         eagerly, and `reason` says why.
 
         Args:
-            rows: of steps that read prompts, at most; 0: these are not tried.
+            rows: of steps that read prompts, at most; 0: nothing is tried.
             progress: whether to show a bar, if the standard error is a terminal.
         """
         if rows:
             self.prompt_seconds = warm_up_prompts(
                 self._model, self._cache, self._options, rows, self._lanes.spare, progress=progress
             )
-        if self.reason or self.sizes is None:
-            return
         begin = time.perf_counter()
+        if self.reason or self.sizes is None:
+            if rows:
+                self._try_eagerly(progress)
+                self.prompt_seconds += time.perf_counter() - begin
+            return
         try:
             # The largest first: others then fit into its memory.
             for size in shown(self.sizes[::-1], "Capturing decode steps", progress):
@@ -386,13 +389,24 @@ class Decoder:
         self.seconds = time.perf_counter() - begin
 
     @torch.inference_mode()
-    def _capture(self, size: int) -> None:
+    def _try_eagerly(self, progress: bool) -> None:
+        """Take steps of rows that nobody asked for, which compiles what steps need."""
+        sizes = self.sizes or batch_sizes(self._lanes.spare)
+        for size in shown(sizes, "Compiling for decode steps", progress):
+            self._model.logits(self._padded_step(size))
+
+    def _padded_step(self, size: int) -> DecodeStep:
+        """A step of padding alone."""
         self._requests, self._size = [], 0
         self.inbox.wait()
         for number in range(size):
             self.inbox.write(number, self.padding)
         self.inbox.send(size, [0] * len(self._widths))
-        step = self._step(size)
+        return self._step(size)
+
+    @torch.inference_mode()
+    def _capture(self, size: int) -> None:
+        step = self._padded_step(size)
         if self._logits is None:
             self._pool = torch.cuda.graph_pool_handle()
             self._logits = torch.empty_like(self._model.logits(step))
@@ -414,7 +428,8 @@ class Decoder:
             sizes = ", ".join(map(str, sorted(self._passes)))
             said = f"decode steps are CUDA graphs for {sizes} sequences ({self.seconds:.1f} s)"
         if self.prompt_seconds:
-            said += f"\nsteps that read prompts were tried ({self.prompt_seconds:.1f} s)"
+            tried = "steps of all sizes" if self.reason else "steps that read prompts"
+            said += f"\n{tried} were tried ({self.prompt_seconds:.1f} s)"
         return said
 
 

@@ -168,8 +168,17 @@ class PagedCallSpec(NamedTuple):
 
     def rows(self, inputs: PagedInputs) -> View:
         """A View of the query."""
-        strides = row_strides(inputs.query, self.queries.packed)
-        return view(inputs.query, strides, self.queries, inputs.cu_seqlens_q)
+        return view(inputs.query, self._steps(inputs.query), self.queries, inputs.cu_seqlens_q)
+
+    def _steps(self, rows: Tensor) -> tuple[int, int, int]:
+        """Strides of batch entry, head and row.
+
+        The last is a constant of kernels. Of a single row it says nothing, and PyTorch may leave
+        anything there, such as how many sequences lie beside each other.
+        """
+        batch, head, row = row_strides(rows, self.queries.packed)
+        alone = not self.queries.packed and rows.shape[2] == 1
+        return batch, head, rows.shape[3] if alone else row
 
     def plan_rows(self, inputs: PagedInputs, heads: int) -> View:
         """The query rows as a View of no memory, with as many heads as a plan tells apart."""
@@ -179,7 +188,7 @@ class PagedCallSpec(NamedTuple):
     def results(self, inputs: PagedInputs, output: Tensor, lse: Tensor) -> tuple[View, View]:
         """Views of output and lse."""
         packed, offsets = self.queries.packed, inputs.cu_seqlens_q
-        of_output, of_lse = row_strides(output, packed), number_strides(lse, packed)
+        of_output, of_lse = self._steps(output), number_strides(lse, packed)
         return (
             view(output, of_output, self.queries, offsets),
             view(lse, of_lse, self.queries, offsets),
