@@ -8,8 +8,8 @@ The cases:
   batch         64 requests of 512 random tokens and 128 new ones, from the first to the last one
   transformers  the same by transformers' own `generate_batch`
   arrivals      32 requests decode while prompts of 8,000 tokens arrive, one every 40 steps: the
-                time between the tokens of those 32, with the engine's own largest step
-  small-steps   the same with steps of at most 512 tokens
+                time between the tokens of those 32, with the engine's own largest step (512)
+  large-steps   the same with steps of at most 4,096 tokens
 
 Each runs in a process of its own. Models are those of tools/serving_steps.py, weights are random.
 """
@@ -30,7 +30,7 @@ from typing import Any
 
 from serving_steps import MODELS, model_of, prompts_of, seconds_of
 
-CASES = ("start", "batch", "transformers", "arrivals", "small-steps")
+CASES = ("start", "batch", "transformers", "arrivals", "large-steps")
 REQUESTS, PROMPT, NEW = 64, 512, 128
 RUNNING, ARRIVING, EVERY, ARRIVALS = 32, 8000, 40, 6  # requests, tokens, steps, prompts
 
@@ -196,7 +196,7 @@ FOUND_BY: dict[str, Any] = {
     "batch": batch,
     "transformers": transformers_batch,
     "arrivals": arrivals,
-    "small-steps": lambda model: arrivals(model, max_batch_tokens=512),
+    "large-steps": lambda model: arrivals(model, max_batch_tokens=4096),
 }
 
 if __name__ == "__main__":
