@@ -179,6 +179,8 @@ class _Types:
         """A number in the type of a tensor's numbers, as the interpreter converts it, or None."""
         if number.__class__ is self.core.constexpr:
             number = number.value
+        if number.__class__ not in (int, float):
+            return None  # a tensor may be what the other one is not known beside
         key = left.dtype.name, number.__class__, number
         found = self.constants.get(key, _UNKNOWN)
         if found is _UNKNOWN:
@@ -189,7 +191,7 @@ class _Types:
 
     def converted(self, scalar: Any, number: Any) -> Any:
         """The same, which is not known yet."""
-        if number.__class__ not in (int, float) or scalar.name not in self.operator.scalars:
+        if scalar.name not in self.operator.scalars:
             return None
         semantic = self.interpreter.interpreter_semantic
         alone = semantic.to_tensor(number).dtype.name
