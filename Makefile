@@ -81,26 +81,28 @@ CHECKED := $(OPS:%=ops.%.reference) $(OPS:%=ops.%.cpu) runtime.dropout
 comma := ,
 CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 
-# One torch thread a worker: the workers already fill the cores.
+# A file stays with one worker, which makes its models, kernels and processes once; the longest come
+# first (tests/conftest.py). One torch thread a worker: the workers already fill the cores.
+PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 test: $(DEV_STAMP) browser ## run the tests that need no GPU (15 minutes on two cores)
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(BIN)/python -m pytest -q -n $(WORKERS) \
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(PYTEST) \
 	    -m "not gpu and not training" --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
 
 # The front door, masks, scores and the reference.
 QUICK_TESTS := tests/test_import.py tests/test_cli.py tests/test_masks.py tests/test_scores.py tests/ops/attention/test_reference.py
 test-quick: $(DEV_STAMP) ## run a sample of the tests (a quarter of a minute on two cores)
-	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) \
 	    -m "not gpu and not training" $(QUICK_TESTS) $(ARGS)
 
 # What a new Triton or torch has broken so far. By the newest torch as well, whose default build is
 # gigabytes of CUDA packages: python tools/try_stack.py --help; what was found is in docs/stacks.md.
 test-newest: $(DEV_STAMP) $(NEWEST_STAMP) ## run a sample of the tests by the newest Triton, in the torch that is there
-	@PYTHONPATH=$(NEWEST) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -n $(WORKERS) \
+	@PYTHONPATH=$(NEWEST) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) \
 	    -m "not gpu and not training" $$($(BIN)/python tools/try_stack.py --list-sample) $(ARGS)
 
 # Each case trains in processes of its own, three times: some minutes, and not a part of CI.
 test-training: $(TRAINING_STAMP) ## train tiny models by the tools that people use, and compare with sdpa
-	@$(BIN)/python -m pytest -q -n $(WORKERS) -m "not gpu" -rs tests/training $(ARGS)
+	@$(PYTEST) --dist load -m "not gpu" -rs tests/training $(ARGS)
 
 # The report's page is tested in a headless Chromium. Debian has one without a desktop's parts; pip
 # has none, and what other packages fetch comes from neither. A machine's own packages are touched

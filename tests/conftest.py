@@ -1,9 +1,42 @@
-"""Where there is no GPU, Triton's interpreter runs the kernels; it is told before their import."""
+"""Where there is no GPU, Triton's interpreter runs the kernels; it is told before their import.
+
+Files are run longest first: a worker that gets one of these last leaves the others idle.
+"""
 
 import importlib.util
 import os
+from pathlib import Path
 
+import pytest
 import torch
+
+HERE = Path(__file__).parent
+LONGEST = (  # files that take more than a quarter of a minute
+    "ops/attention/test_contract.py",
+    "ops/linear_attention/test_contract.py",
+    "ops/attention/hopper/test_machine_code.py",
+    "kernel_check/test_variants.py",
+    "integrations/test_transformers_compile.py",
+    "ops/attention/test_custom_op.py",
+    "docs/test_chapters.py",
+    "runtime/call_cache/test_ways.py",
+    "ops/attention/test_contract_hidden.py",
+    "ops/paged_attention/test_contract.py",
+    "serving/test_decode_steps.py",
+    "training/test_training_tools.py",
+    "bench/test_models.py",
+    "serving/test_engine.py",
+    "serving/test_interrupts.py",
+    "kernel_check/test_commands.py",
+    "ops/linear_attention/test_custom_op.py",
+    "bench/test_measure.py",
+    "demo/test_command.py",
+    "runtime/test_shards.py",
+    "kv_cache/test_interrupts.py",
+    "serving/test_engine_failures.py",
+    "serving/test_server.py",
+    "test_memory_safety.py",
+)
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -14,3 +47,9 @@ if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("trito
     mend()
 
 os.environ["SACCADE_CONFIGS"] = ""  # a developer's own table of configs must not change the tests
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the longest files first."""
+    places = {HERE / name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: places.get(item.path, len(places)))
