@@ -13,7 +13,7 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench docs test test-quick test-newest test-training browser check kernels kernels-known wheel test-gpu clean
+.PHONY: help demo bench docs test test-slow test-quick test-newest test-training browser check kernels kernels-known wheel test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -84,21 +84,26 @@ CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 # A file stays with one worker, which makes its models, kernels and processes once; the longest come
 # first (tests/conftest.py). One torch thread a worker: the workers already fill the cores.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+CHECK_SHAPES := --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype
 test: $(DEV_STAMP) browser ## run the tests that need no GPU (15 minutes on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(PYTEST) \
-	    -m "not gpu and not training" --jaxtyping-packages=$(CHECKED_MODULES),beartype.beartype $(ARGS)
+	    -m "not gpu and not training and not slow" $(CHECK_SHAPES) $(ARGS)
+
+# What finds little that those above do not, and takes a minute a test.
+test-slow: $(DEV_STAMP) ## run what make test leaves out: the whole list of variants, and training by FSDP2
+	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) -m "slow and not gpu and not training" $(CHECK_SHAPES) $(ARGS)
 
 # The front door, masks, scores and the reference.
 QUICK_TESTS := tests/test_import.py tests/test_cli.py tests/test_masks.py tests/test_scores.py tests/ops/attention/test_reference.py
 test-quick: $(DEV_STAMP) ## run a sample of the tests (a quarter of a minute on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) \
-	    -m "not gpu and not training" $(QUICK_TESTS) $(ARGS)
+	    -m "not gpu and not training and not slow" $(QUICK_TESTS) $(ARGS)
 
 # What a new Triton or torch has broken so far. By the newest torch as well, whose default build is
 # gigabytes of CUDA packages: python tools/try_stack.py --help; what was found is in docs/stacks.md.
 test-newest: $(DEV_STAMP) $(NEWEST_STAMP) ## run a sample of the tests by the newest Triton, in the torch that is there
 	@PYTHONPATH=$(NEWEST) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) \
-	    -m "not gpu and not training" $$($(BIN)/python tools/try_stack.py --list-sample) $(ARGS)
+	    -m "not gpu and not training and not slow" $$($(BIN)/python tools/try_stack.py --list-sample) $(ARGS)
 
 # Each case trains in processes of its own, three times: some minutes, and not a part of CI.
 test-training: $(TRAINING_STAMP) ## train tiny models by the tools that people use, and compare with sdpa

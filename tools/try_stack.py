@@ -171,8 +171,9 @@ def run(environment: Path, paths: list[str], options: list[str]) -> Found:
         "TORCHINDUCTOR_CACHE_DIR": str(environment / "inductor"),
     }
     command = [
-        str(environment / "bin/python"), "-m", "pytest", "-q", "-m", "not gpu and not training",
-        "-p", "no:cacheprovider", "-o", "junit_family=xunit1", f"--junitxml={report}",
+        str(environment / "bin/python"), "-m", "pytest", "-q", "-p", "no:cacheprovider",
+        "-m", "not gpu and not training and not slow",
+        "-o", "junit_family=xunit1", f"--junitxml={report}",
         *options, *paths,
     ]  # fmt: skip
     print(f"[3/3] {shlex.join(command)}", flush=True)

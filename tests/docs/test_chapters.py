@@ -62,6 +62,7 @@ def test_every_chapter_runs_and_shows_a_table_and_a_picture(tmp_path):
     assert "(chapters/index.md)" in first
 
 
+@pytest.mark.slow  # compiles all that the chapter shows
 def test_the_chapter_on_hopper_compiles_what_was_committed(tmp_path):
     """In quick mode it reads docs/kernels.md instead."""
     pytest.importorskip("triton")

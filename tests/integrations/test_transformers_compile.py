@@ -135,6 +135,8 @@ def test_with_checkpoints_inside(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_by_inductor() -> None:
     ours, theirs = pair("llama")
+    for each in (ours, theirs):
+        del each.model.layers[1:]  # each layer is so many seconds of a C++ compiler
     assert_same_step(torch.compile(ours, fullgraph=True), ours, theirs, batch("padded"))
 
 

@@ -24,7 +24,6 @@ CALLS = (
 )
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_a_wheel_holds_what_its_own_sources_find(tmp_path: Path) -> None:
     tree, wheels, installed = (tmp_path / name for name in ("tree", "wheels", "installed"))

@@ -36,7 +36,7 @@ BY_TWO = (
     "distributed.fsdp2_mixed",
 )  # fmt: skip
 IN_BFLOAT16 = ("trl.", "peft.sft", "trainer.mixed", "lightning.mixed", "distributed.fsdp2_mixed")
-NEEDS_TORCH_ALONE = "distributed.fsdp2"  # so it is run everywhere
+NEEDS_TORCH_ALONE = "distributed.fsdp2"  # so make test-slow runs it
 MINUTES = 10  # for one training; the longest compiles for one
 
 sys.path.insert(0, str(HERE))
@@ -110,18 +110,18 @@ def test_tools_are_those_that_are_pinned():
         assert pinned and importlib.metadata.version(name) == pinned[1], name
 
 
-@pytest.mark.slow
 @pytest.mark.training
 @pytest.mark.parametrize("case", ALONE)
 def test_one_process(case, tmp_path):
     compare(case, tmp_path)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=[] if case == NEEDS_TORCH_ALONE else pytest.mark.training)
+        pytest.param(
+            case, marks=pytest.mark.slow if case == NEEDS_TORCH_ALONE else pytest.mark.training
+        )
         for case in BY_TWO
     ],
 )
@@ -129,7 +129,6 @@ def test_two_processes(case, tmp_path):
     compare(case, tmp_path, processes=2)
 
 
-@pytest.mark.slow
 @pytest.mark.training
 @pytest.mark.parametrize("case", ["trainer.left", "trl.best_fit"])
 def test_notices_an_attention_that_asks_no_mask(case, tmp_path):
@@ -138,7 +137,6 @@ def test_notices_an_attention_that_asks_no_mask(case, tmp_path):
         compare(case, tmp_path, attends="careless")
 
 
-@pytest.mark.slow
 @pytest.mark.training
 def test_the_page_is_one_program_that_runs(tmp_path):
     require()

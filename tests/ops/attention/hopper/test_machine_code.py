@@ -3,6 +3,7 @@
 What the compile table knows of kernels as they are is not compiled again.
 """
 
+import functools
 import importlib.metadata
 import importlib.util
 from pathlib import Path
@@ -41,12 +42,60 @@ SEEN = {
 }
 
 
+# The calls that these tests look at, by what is started and its kernel.
+BOTH = (KernelCall(64), KernelCall(64, mask="causal"))
+WIDTHS = (KernelCall(128, mask="causal", length=4096), KernelCall(64, length=4096), KernelCall(256))
+LONG = (WIDTHS[1], KernelCall(64, mask="causal", length=8192))
+SHARED = tuple(KernelCall(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal"))
+WIDE = (
+    KernelCall(256),
+    KernelCall(256, mask="causal"),
+    KernelCall(192, mask="causal", value_dim=128),
+)
+CHUNKS = tuple(PagedCall(128, "bf16", "causal", size, query_len=512) for size in (16, 64))
+LINEAR, LONG_LINEAR = LinearCall(128), LinearCall(128, length=8192, batch=1, heads=2)
+WIDE_RESULTS = {
+    "output": "hopper_linear",
+    **dict.fromkeys(("grad_query", "grad_key", "grad_value"), "hopper_linear backward"),
+}
+CALLS = {
+    ("hopper", "hopper_forward"): (*WIDTHS, *BOTH, LONG[1]),
+    ("hopper_shared", "hopper_backward"): SHARED,
+    ("hopper_ordered", "hopper_backward, ordered"): SHARED[-1:],
+    ("hopper_in_order", "hopper_backward, in key order"): SHARED[-1:],
+    ("hopper_split", "hopper_backward, split"): (catalogue.FEW_KV_HEADS,),
+    ("hopper_apart", "hopper_backward_keys"): WIDE,
+    ("hopper_apart", "hopper_backward_queries"): WIDE,
+    ("hopper_paged", "hopper_pages_forward"): CHUNKS,
+    ("hopper_linear", "hopper_linear_forward"): (LinearCall(64), LONG_LINEAR),
+    ("hopper_linear", "hopper_linear_collect"): (LONG_LINEAR,),
+    ("hopper_linear backward", "hopper_linear_backward_queries"): (LINEAR,),
+    ("hopper_linear backward", "hopper_linear_backward_keys"): (LINEAR,),
+    **{
+        (which, f"hopper_linear_wide_{result}"): (LinearCall(256),)
+        for result, which in WIDE_RESULTS.items()
+    },
+}
+
+
+@functools.cache
+def all_compiled():
+    """What is made of all of these calls by one process, which takes longer to start."""
+    jobs = [
+        Job("sm_90", call, which, (kernel,))
+        for (which, kernel), calls in CALLS.items()
+        for call in calls
+    ]
+    known = catalogue.read(TABLE, importlib.metadata.version("triton"))
+    return worker.compile_all(jobs, 1, known=known)
+
+
 def compiled(which, kernel, *calls):
-    jobs = [Job("sm_90", call, which, (kernel,)) for call in calls]
     triton = importlib.metadata.version("triton")
-    found = catalogue.read(TABLE, triton)
-    results = worker.compile_all(jobs, 1, known=found)
-    assert results
+    calls = calls or CALLS[which, kernel]
+    jobs = {Job("sm_90", call, which, (kernel,)) for call in calls}
+    results = [result for result in all_compiled() if result.job in jobs]
+    assert {result.job for result in results} == jobs
     usages = []
     for result in results:
         assert result.usage is not None, result.error
@@ -90,20 +139,14 @@ def test_no_more_spills_than_were_seen():
 
 
 def test_all_widths_multiply_and_cover_their_exponents():
-    calls = [
-        KernelCall(128, mask="causal", length=4096),
-        KernelCall(64, length=4096),
-        KernelCall(256),
-    ]
-    for head_dim, usage in compiled("hopper", "hopper_forward", *calls):
+    for head_dim, usage in compiled("hopper", "hopper_forward", *WIDTHS):
         assert usage.looped == 0
         assert usage.products >= 64
         assert usage.covered == EXPONENTS[head_dim]
 
 
 def test_two_programs_share_a_multiprocessor():
-    calls = [KernelCall(64), KernelCall(64, mask="causal")]
-    for _, usage in compiled("hopper", "hopper_forward", *calls):
+    for _, usage in compiled("hopper", "hopper_forward", *BOTH):
         assert usage.looped <= report.FEW  # of 16 weights that a thread keeps for the next step
         assert usage.products == 32
         assert 2 * (usage.shared + 1024) <= 228 << 10
@@ -111,18 +154,16 @@ def test_two_programs_share_a_multiprocessor():
 
 
 def test_three_consumers_have_no_mask_in_their_loop():
-    calls = [KernelCall(64, mask=mask, length=8192) for mask in ("none", "causal")]
-    for _, usage in compiled("hopper", "hopper_forward", *calls):
+    for _, usage in compiled("hopper", "hopper_forward", *LONG):
         assert usage.looped == 0
         assert usage.products >= 72
 
 
 def test_the_backward_pass_keeps_products_under_way():
-    calls = [KernelCall(dim, mask=mask) for dim in (64, 128) for mask in ("none", "causal")]
-    usages = compiled("hopper_shared", "hopper_backward", *calls)
-    usages += compiled("hopper_ordered", "hopper_backward, ordered", calls[-1])
-    usages += compiled("hopper_in_order", "hopper_backward, in key order", calls[-1])
-    usages += compiled("hopper_split", "hopper_backward, split", catalogue.FEW_KV_HEADS)
+    usages = compiled("hopper_shared", "hopper_backward")
+    usages += compiled("hopper_ordered", "hopper_backward, ordered")
+    usages += compiled("hopper_in_order", "hopper_backward, in key order")
+    usages += compiled("hopper_split", "hopper_backward, split")
     for _, usage in usages:
         assert usage.looped == 0
         assert usage.products >= 96  # those of two consumers, and of a first tile
@@ -132,31 +173,24 @@ def test_the_backward_pass_keeps_products_under_way():
 
 
 def test_gradients_of_wide_heads_keep_products_under_way():
-    calls = [
-        KernelCall(256),
-        KernelCall(256, mask="causal"),
-        KernelCall(192, mask="causal", value_dim=128),
-    ]
-    for _, usage in compiled("hopper_apart", "hopper_backward_keys", *calls):
+    for _, usage in compiled("hopper_apart", "hopper_backward_keys"):
         assert usage.looped == 0
         assert usage.products >= 64
-    for _, usage in compiled("hopper_apart", "hopper_backward_queries", *calls):
+    for _, usage in compiled("hopper_apart", "hopper_backward_queries"):
         assert usage.looped <= 16  # numbers of a tile range, of both consumers
         assert usage.products >= 112
         assert usage.covered >= 28
 
 
 def test_chunks_over_pages_keep_products_under_way():
-    calls = [PagedCall(128, "bf16", "causal", size, query_len=512) for size in (16, 64)]
-    for _, usage in compiled("hopper_paged", "hopper_pages_forward", *calls):
+    for _, usage in compiled("hopper_paged", "hopper_pages_forward"):
         assert (usage.looped, usage.covered) == (0, 132)
         assert usage.products >= 64
 
 
 def test_linear_attention_keeps_products_under_way():
-    long = LinearCall(128, length=8192, batch=1, heads=2)
-    forwards = compiled("hopper_linear", "hopper_linear_forward", LinearCall(64), long)
-    collects = compiled("hopper_linear", "hopper_linear_collect", long)
+    forwards = compiled("hopper_linear", "hopper_linear_forward")
+    collects = compiled("hopper_linear", "hopper_linear_collect")
     for least, usages in ((32, forwards), (16, collects)):
         for _, usage in usages:
             assert usage.looped == 0
@@ -164,10 +198,8 @@ def test_linear_attention_keeps_products_under_way():
 
 
 def test_gradients_of_linear_attention_keep_products_under_way():
-    of_queries = compiled(
-        "hopper_linear backward", "hopper_linear_backward_queries", LinearCall(128)
-    )
-    of_keys = compiled("hopper_linear backward", "hopper_linear_backward_keys", LinearCall(128))
+    of_queries = compiled("hopper_linear backward", "hopper_linear_backward_queries")
+    of_keys = compiled("hopper_linear backward", "hopper_linear_backward_keys")
     for least, usages in ((64, of_queries), (104, of_keys)):
         for _, usage in usages:
             assert usage.products >= least
@@ -175,12 +207,7 @@ def test_gradients_of_linear_attention_keep_products_under_way():
 
 
 def test_wide_heads_of_linear_attention_keep_products_under_way():
-    for which, results in (
-        ("hopper_linear", ("output",)),
-        ("hopper_linear backward", ("grad_query", "grad_key", "grad_value")),
-    ):
-        for result in results:
-            kernel = f"hopper_linear_wide_{result}"
-            for _, usage in compiled(which, kernel, LinearCall(256)):
-                assert usage.products == 88  # those of two consumers
-                assert usage.looped <= 12  # of what they keep elsewhere
+    for result, which in WIDE_RESULTS.items():
+        for _, usage in compiled(which, f"hopper_linear_wide_{result}"):
+            assert usage.products == 88  # those of two consumers
+            assert usage.looped <= 12  # of what they keep elsewhere
