@@ -489,6 +489,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if missing and not torch.cuda.is_available():
         print("flex_times.py: there is no GPU")
         return 2
+    known: dict[Cell, dict[str, Any]] = {}
     if missing:
         known = compiled(missing, asked.jobs, started + COMPILING * asked.seconds)
         print(f"compiled in {time.perf_counter() - started:.0f} s\n{HEADER}", flush=True)

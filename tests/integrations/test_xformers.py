@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from saccade.integrations import xformers as stand_in
 from saccade.integrations.xformers import attn_bias as biases
 from saccade.integrations.xformers import fmha
 
@@ -305,3 +306,51 @@ def test_lengths_in_place_are_those_of_the_next_call() -> None:
     bias.k_seqinfo.from_seqlens_padded_inplace([1, 3])
     visible = torch.tensor([[1, 0, 0, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 1, 0]]).bool()
     compare(bias, [query, key, value], visible)
+
+
+def test_lengths_of_a_generator_are_read_once() -> None:
+    lengths = [2, 3]
+    for bias in (
+        biases.BlockDiagonalMask.from_seqlens(n for n in lengths),
+        biases.BlockDiagonalMask.from_seqlens(iter(lengths), (n for n in lengths)),
+        biases.BlockDiagonalPaddedKeysMask.from_seqlens(iter(lengths), 4, iter(lengths)),
+        biases.BlockDiagonalGappyKeysMask.from_seqlens(iter(lengths), [0, 2, 5], iter(lengths)),
+    ):
+        assert bias.q_seqinfo.seqstart_py == [0, 2, 5]
+        assert [end - first for first, end in bias.k_seqinfo.intervals()] == lengths
+
+
+def test_a_dtype_leaves_offsets_whole_numbers() -> None:
+    bias = biases.BlockDiagonalMask.from_seqlens([2, 3]).to(torch.float16)
+    padded = biases.BlockDiagonalPaddedKeysMask.from_seqlens([2, 3], 4, [1, 4]).to(torch.float16)
+    assert bias.q_seqinfo.seqstart.dtype == padded.k_seqinfo.seqlen.dtype == torch.int32
+    tensor = biases.LowerTriangularMaskWithTensorBias(torch.zeros(1, 1, 2, 2))
+    assert tensor.to(torch.float16)._bias.dtype == torch.float16
+
+
+def test_what_programs_import_beside_attention() -> None:
+    with stand_in.installed():
+        import xformers as found  # as ComfyUI, sd-webui and dinov2 do
+        import xformers.version as version
+        from xformers.ops import fmha, index_select_cat, scaled_index_add
+
+        assert version.__version__ == found.__version__ and found._has_cpp_library
+        forward, _ = found.ops.MemoryEfficientAttentionFlashAttentionOp
+        rows = torch.randn(1, 4, 2, 8)
+        assert forward.supports(fmha.Inputs(query=rows, key=rows, value=rows, attn_bias=None))
+        assert not forward.not_supported_reasons(fmha.Inputs(rows, rows, rows))
+    torch.manual_seed(0)
+    source, scaling = torch.randn(2, 3, 4, requires_grad=True), torch.randn(4, requires_grad=True)
+    whole, index = torch.randn(5, 3, 4, requires_grad=True), torch.tensor([3, 0])
+    given = whole * 1.0
+    added = scaled_index_add(given, index, source, scaling=scaling, alpha=2.5)
+    wanted = whole.index_add(0, index, source * scaling, alpha=2.5)
+    assert added is given and torch.equal(added, wanted)
+    leaves = [whole, source, scaling]
+    for one, other in zip(
+        *(torch.autograd.grad(x.square().sum(), leaves) for x in (added, wanted)), strict=True
+    ):
+        assert torch.equal(one, other)
+    picked = index_select_cat([whole.flatten(1), source.flatten(1)], [index, index[1:]])
+    rows_of = torch.cat([whole[index].flatten(), source[:1].flatten()])
+    assert torch.equal(picked, rows_of)

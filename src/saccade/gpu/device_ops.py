@@ -316,6 +316,12 @@ def nearest(index, table, DIM: tl.constexpr):
 
 
 @triton.jit
+def up_to_last(index, table, DIM: tl.constexpr):
+    """`nearest` of an index that is counted from 0."""
+    return wide(tl.minimum(index, table[1][DIM] - 1)) * table[2][DIM]
+
+
+@triton.jit
 def entry(index, table, DIM: tl.constexpr):
     """The offset of an index that counts from the end where it is below 0, as in Python."""
     return nearest(tl.where(index < 0, index + table[1][DIM], index), table, DIM)

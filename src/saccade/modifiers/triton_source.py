@@ -32,6 +32,7 @@ from saccade.modifiers.normal_form import window_of
 ARGUMENTS = "batch, head, query_row, kv_row, shift, data"
 CLASSIFIED = "batch, head, query_low, query_high, kv_low, kv_high, shift, data"
 TILES = "QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr"
+COUNTED = ("batch", "head", "query_row", "kv_row")  # from 0 on
 NAME = re.compile(r"\b(?:v|low|high)\d+\b")
 
 # Operations that are functions of the device's language (gpu/device_ops.py); others are operators.
@@ -143,11 +144,12 @@ class _PairWriter:
 
     def offset(self, step: Step, table: str) -> str:
         """Where the entries of a read lie in a table, in elements."""
-        found = "nearest" if step.op == "take" else "entry"
-        offsets = [
-            f"{'nearest' if self.natural[number] else found}({self.names[number]}, {table}, {dim})"
-            for dim, number in enumerate(step.operands)
-        ]
+        offsets = []
+        for dim, number in enumerate(step.operands):
+            found = "nearest" if step.op == "take" or self.natural[number] else "entry"
+            if self.expression[number].op in COUNTED:
+                found = "up_to_last"
+            offsets.append(f"{found}({self.names[number]}, {table}, {dim})")
         return " + ".join(offsets) or "0"
 
 

@@ -7,7 +7,8 @@ xformers 0.0.30; any dtype and device that saccade serves. Differences:
 - `op` names a kernel of xformers', and is not needed.
 - A row that sees nothing gives 0, and an lse of -inf.
 - Dropout leaves out other weights for the same seed.
-- Only attention is here: xformers' layers and its other operators are not found.
+- Only attention is here, and two operators that dinov2 imports beside it: xformers' layers and its
+  other operators are not found.
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from saccade.integrations.replaced_modules import ReplacedModules, defined_in, names_of
-from saccade.integrations.xformers import attention, operators
+from saccade.integrations.xformers import attention, indexing, operators
 from saccade.integrations.xformers import attn_bias as attn_bias
 from saccade.integrations.xformers import fmha as fmha
 from saccade.integrations.xformers.fmha import *  # noqa: F403
+from saccade.integrations.xformers.indexing import *  # noqa: F403
 
 __all__ = ["install", "installed", "unbind", "uninstall"]
 # What xformers.ops has: its calls, biases, and names of kernels, which are not needed.
 __all__ += attention.__all__
 __all__ += attn_bias.__all__
+__all__ += indexing.__all__
 __all__ += operators.__all__
 
 VERSION = "0.0.30"
@@ -44,8 +47,10 @@ def unbind(x: Tensor, dim: int) -> tuple[Tensor, ...]:
 
 _modules = ReplacedModules(
     {
-        "xformers": {"__version__": VERSION},
-        "xformers.ops": {**names_of(fmha), "unbind": unbind},
+        # ComfyUI asks for the version by its module, and whether there are kernels.
+        "xformers": {"__version__": VERSION, "_has_cpp_library": True},
+        "xformers.version": {"__version__": VERSION},
+        "xformers.ops": {**names_of(fmha), **defined_in(indexing), "unbind": unbind},
         "xformers.ops.fmha": names_of(fmha),
         "xformers.ops.fmha.attn_bias": names_of(attn_bias),
         "xformers.ops.fmha.common": defined_in(operators),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from saccade.integrations.xformers.reach import (
     SlidingWindow,
     written_out,
 )
-from saccade.integrations.xformers.seqlen_info import SeqLenInfo, moved
+from saccade.integrations.xformers.seqlen_info import SeqLenInfo, listed, moved
 
 
 @dataclass(eq=False)
@@ -87,12 +87,13 @@ class BlockDiagonalMask(PackedBias):
     @classmethod
     def from_seqlens(
         cls,
-        q_seqlen: Sequence[int],
-        kv_seqlen: Sequence[int] | None = None,
+        q_seqlen: Iterable[int],
+        kv_seqlen: Iterable[int] | None = None,
         *,
         device: Any = None,
     ) -> Self:
         """The mask of sequences of these lengths; of keys as of queries where left out."""
+        q_seqlen, kv_seqlen = listed(q_seqlen), listed(kv_seqlen)
         q_seqinfo = query_sequences(q_seqlen, q_seqlen if kv_seqlen is None else kv_seqlen, device)
         if kv_seqlen is None or list(kv_seqlen) == list(q_seqlen):
             return cls(q_seqinfo, q_seqinfo)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from saccade.integrations.xformers.seqlen_info import (
     PaddedSeqLenInfo,
     SeqLenInfo,
     default_device,
+    listed,
 )
 
 # ---- keys in slabs, and with gaps ----------------------------------------------------------------
@@ -40,9 +41,9 @@ class BlockDiagonalPaddedKeysMask(PackedBias):
     @classmethod
     def from_seqlens(
         cls,
-        q_seqlen: Sequence[int],
+        q_seqlen: Iterable[int],
         kv_padding: int,
-        kv_seqlen: Sequence[int],
+        kv_seqlen: Iterable[int],
         causal_diagonal: Any = None,
         *,
         device: Any = None,
@@ -77,17 +78,19 @@ class BlockDiagonalPaddedKeysMask(PackedBias):
 
 
 def _padded(
-    q_seqlen: Sequence[int], kv_padding: int, kv_seqlen: Sequence[int], device: Any
+    q_seqlen: Iterable[int], kv_padding: int, kv_seqlen: Iterable[int], device: Any
 ) -> tuple[SeqLenInfo, PaddedSeqLenInfo]:
+    q_seqlen, kv_seqlen = listed(q_seqlen), listed(kv_seqlen)
     q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
     slabs = PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
     return q_seqinfo, slabs
 
 
 def _gappy(
-    q_seqlen: Sequence[int], kv_seqstarts: Sequence[int], kv_seqlen: Sequence[int], paged: bool,
+    q_seqlen: Iterable[int], kv_seqstarts: Sequence[int], kv_seqlen: Iterable[int], paged: bool,
     device: Any,
 ) -> tuple[SeqLenInfo, GappySeqInfo]:  # fmt: skip
+    q_seqlen, kv_seqlen = listed(q_seqlen), listed(kv_seqlen)
     q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
     gappy = GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, paged, device=device)
     return q_seqinfo, gappy
@@ -138,9 +141,9 @@ class BlockDiagonalLocalAttentionPaddedKeysMask(TwoSidedWindow, BlockDiagonalPad
     @classmethod
     def from_seqlens_local(
         cls,
-        q_seqlen: Sequence[int],
+        q_seqlen: Iterable[int],
         kv_padding: int,
-        kv_seqlen: Sequence[int],
+        kv_seqlen: Iterable[int],
         window_left: int,
         window_right: int,
         *,
@@ -171,9 +174,9 @@ class BlockDiagonalCausalLocalAttentionPaddedKeysMask(SlidingWindow, BlockDiagon
     @classmethod
     def from_seqlens_local(
         cls,
-        q_seqlen: Sequence[int],
+        q_seqlen: Iterable[int],
         kv_padding: int,
-        kv_seqlen: Sequence[int],
+        kv_seqlen: Iterable[int],
         window_size: int,
         *,
         device: Any = None,
@@ -200,9 +203,9 @@ class BlockDiagonalGappyKeysMask(PackedBias):
     @classmethod
     def from_seqlens(
         cls,
-        q_seqlen: Sequence[int],
+        q_seqlen: Iterable[int],
         kv_seqstarts: Sequence[int],
-        kv_seqlen: Sequence[int],
+        kv_seqlen: Iterable[int],
         *,
         device: Any = None,
     ) -> Self:
@@ -362,8 +365,8 @@ class PagedBlockDiagonalPaddedKeysMask(PagedBias):
     @classmethod
     def from_seqlens(
         cls,
-        q_seqlen: Sequence[int],
-        kv_seqlen: Sequence[int],
+        q_seqlen: Iterable[int],
+        kv_seqlen: Iterable[int],
         block_tables: Tensor,
         page_size: int,
         *,
@@ -437,9 +440,9 @@ class PagedBlockDiagonalGappyKeysMask(PagedBias):
     @classmethod
     def from_seqlens(
         cls,
-        q_seqlen: Sequence[int],
+        q_seqlen: Iterable[int],
         kv_seqstarts: Sequence[int],
-        kv_seqlen: Sequence[int],
+        kv_seqlen: Iterable[int],
         block_tables: Tensor,
         page_size: int,
         *,

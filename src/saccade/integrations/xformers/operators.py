@@ -5,7 +5,11 @@ Saccade chooses its own kernels, so that a name makes no difference.
 
 from __future__ import annotations
 
-from typing import ClassVar, NamedTuple
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
 
 __all__ = [
     "ALL_BW_OPS",
@@ -14,6 +18,7 @@ __all__ = [
     "AttentionFwOpBase",
     "AttentionOp",
     "AttentionOpBase",
+    "Inputs",
     "MemoryEfficientAttentionCkDecoderOp",
     "MemoryEfficientAttentionCkOp",
     "MemoryEfficientAttentionCutlassBlackwellOp",
@@ -39,10 +44,34 @@ __all__ = [
 ]
 
 
+@dataclass
+class Inputs:
+    """What a call brings, by which programs ask whether a kernel of xformers serves it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    attn_bias: Any = None
+    p: float = 0.0
+    scale: float | None = None
+    output_dtype: torch.dtype | None = None
+    is_partial: bool = False
+
+
 class AttentionOpBase:
     """The name of a kernel of xformers."""
 
     NAME: ClassVar[str] = ""
+
+    @classmethod
+    def supports(cls, d: Inputs) -> bool:
+        """Whether a call may name this kernel; any may, as saccade chooses its own."""
+        return True
+
+    @classmethod
+    def not_supported_reasons(cls, d: Inputs) -> list[str]:
+        """Why a call may not name it: there is no reason."""
+        return []
 
 
 class AttentionFwOpBase(AttentionOpBase):

@@ -18,11 +18,21 @@ from typing_extensions import Self
 from saccade.integrations.arguments import whole
 
 
-def moved(described: Any, device: Any) -> Any:
-    """A dataclass with all its tensors, and what holds tensors, on a device."""
-    values = {field.name: getattr(described, field.name) for field in fields(described)}
-    found = {name: value.to(device) for name, value in values.items() if hasattr(value, "to")}
+def moved(described: Any, to: Any) -> Any:
+    """A dataclass with all its tensors, and what holds tensors, on a device; or its real numbers in
+    a dtype, which offsets have none of."""
+    found = {}
+    for field in fields(described):
+        value = getattr(described, field.name)
+        whole_tensor = isinstance(value, Tensor) and not value.is_floating_point()
+        if hasattr(value, "to") and not (whole_tensor and isinstance(to, torch.dtype)):
+            found[field.name] = value.to(to)
     return replace(described, **found)
+
+
+def listed(numbers: Any) -> Any:
+    """Lengths that are read more than once: those that a generator gives, in a list."""
+    return list(numbers) if isinstance(numbers, Iterator) else numbers
 
 
 def default_device(device: Any = None) -> torch.device:
