@@ -90,7 +90,7 @@ test: $(DEV_STAMP) browser ## run the tests that need no GPU (15 minutes on two 
 	    -m "not gpu and not training and not slow" $(CHECK_SHAPES) $(ARGS)
 
 # What finds little that those above do not, and takes a minute a test.
-test-slow: $(DEV_STAMP) ## run what make test leaves out: the whole list of variants, and training by FSDP2
+test-slow: $(DEV_STAMP) ## run what make test leaves out: the whole list of variants, training by FSDP2 (some minutes)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) -m "slow and not gpu and not training" $(CHECK_SHAPES) $(ARGS)
 
 # The front door, masks, scores and the reference.

@@ -8,6 +8,7 @@ import pytest
 import served
 import tiny_models
 import torch
+from pairs import covering
 
 import saccade
 
@@ -15,17 +16,21 @@ NEW = 10
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
 
 
-@pytest.mark.parametrize("name", served.NAMES)
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"num_pages": 400, "max_batch_tokens": 512, "max_sequences": 64},
-        {},
-        {"num_pages": 13, "preemption": "swap"},
-        {"num_pages": 13, "preemption": "recompute"},
-        {"num_pages": 13, "host_pages": 3},
-        {"page_size": 1, "num_pages": 80, "max_batch_tokens": 6},
-        {"batch_invariant": True},
+        *((name, {}) for name in served.NAMES),
+        *covering(
+            served.NAMES,
+            [
+                {"num_pages": 400, "max_batch_tokens": 512, "max_sequences": 64},
+                {"num_pages": 13, "preemption": "swap"},
+                {"num_pages": 13, "preemption": "recompute"},
+                {"num_pages": 13, "host_pages": 3},
+                {"page_size": 1, "num_pages": 80, "max_batch_tokens": 6},
+                {"batch_invariant": True},
+            ],
+        )[::2],  # every model with three or so, and every option with two or three models
     ],
     ids=str,
 )

@@ -62,7 +62,7 @@ def run_through(engine):
 def test_out_of_pages_at_every_point_changes_no_token(method, preemption, monkeypatch):
     prompts, wanted = served.prompts()[2:], served.wanted("llama", 14)[2:]
     fired = 0
-    for turn in range(0, 24, 3) if method == "grow" else range(3):
+    for turn in range(0, 24, 5) if method == "grow" else range(3):
         engine = served.engine(num_pages=13, preemption=preemption)
         error = saccade.OutOfPagesError(3, 1, "host" if method == "swap_out" else "device")
         real = getattr(engine.cache, method)
@@ -75,7 +75,7 @@ def test_out_of_pages_at_every_point_changes_no_token(method, preemption, monkey
         fired += failing.failed
         assert served.tokens_of([each.result() for each in completions]) == wanted
         served.assert_nothing_is_held(engine)
-    assert fired >= (1 if method.startswith("swap") else 6)
+    assert fired >= (1 if method.startswith("swap") else 4)
 
 
 @pytest.mark.parametrize("part", ["forward", "attend", "choose"])

@@ -17,7 +17,7 @@ from saccade.serving.request import Completion, Limits, Request
 
 NEW = 5
 STOP = "7"
-STRIDE = 450  # lines, on average; a step runs some hundreds
+STRIDE = 900  # lines, on average; a step runs some hundreds
 PROMPTS = [served.prompts()[n] for n in (1, 3, 4, 8)]
 
 
@@ -71,12 +71,12 @@ def test_an_interrupt_at_any_line_changes_no_token():
             if not interrupt.came:
                 break
             line += 1 + chance.randrange(2 * STRIDE)
-    assert came > 25
+    assert came > 12
 
 
 def test_an_interrupt_while_one_is_cancelled_leaves_the_others():
     wanted, line = steady(), 0
-    for line in itertools.count(step=5):
+    for line in itertools.count(step=9):
         interrupt = interrupts.Interrupt(line, "serving", "kv_cache")
         engine, completions = make(line)
         for _ in range(3):

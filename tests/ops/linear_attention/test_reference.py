@@ -61,7 +61,8 @@ def leaves_of(case: Any) -> tuple[list[str], list[Tensor]]:
 @pytest.mark.parametrize(("feature_map", "normalize"), FORMS)
 def test_gradcheck(feature_map: str, normalize: str, implementation: str) -> None:
     number = FUSED_MAPS.index(feature_map)
-    for causal, packed in ((True, False), (False, False), (True, True)):
+    turn = number + NORMALIZERS.index(normalize)
+    for causal, packed in [((True, False), (False, False), (True, True))[turn % 3]]:
         case = make_linear_case(
             normalize=normalize, feature_map=feature_map, eps=0.1, causal=causal,
             align=ALIGNMENTS[number % 2], decay=("none", "heads", "rows", "rows")[number],
