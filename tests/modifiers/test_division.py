@@ -94,3 +94,25 @@ def test_a_window_is_one_comparison_whatever_its_numbers_are(align: str) -> None
         assert f"v{last} = within(" in text
         found = mask_of_kernel(mask, (1, 1, 6, 9))
         assert torch.equal(found, mask.to_dense(1, 1, 6, 9)), (left, right)
+
+
+@pytest.mark.parametrize("strictly", [False, True])
+def test_a_distance_is_one_comparison_whatever_its_number_is(strictly: bool) -> None:
+    far = torch.tensor([2**31 - 1, -(2**31), 5, 0, 3, -(2**30)], dtype=torch.int32)
+
+    @masks.function
+    def neighbours(b: Any, h: Any, q: Any, k: Any, most: int) -> Any:
+        distance = (torch.clamp(q // 2, 1, 3) - k // 3).abs()
+        return distance < most if strictly else distance <= most
+
+    for most in ENDS:
+        mask = neighbours(most)
+        expression, order = parse(mask.key), slots(mask.key)
+        text = triton_source.function(
+            "visible", expression, order, len(expression) - 1, score=False
+        )
+        assert "= near(" in text
+        found = mask_of_kernel(mask, (1, 1, 9, 12))
+        assert torch.equal(found, mask.to_dense(1, 1, 9, 12)), most
+        table = masks.as_mask(lambda b, h, q, k, most=most: (far[q] - far[k]).abs() <= most)
+        assert torch.equal(mask_of_kernel(table, (1, 1, 6, 6)), table.to_dense(1, 1, 6, 6)), most

@@ -185,6 +185,18 @@ def within(row, first, last):
     return distance < tl.where(last < first, span * 0, span + 1)
 
 
+@triton.jit
+def near(first, second, most):
+    """Whether two numbers lie at most so far apart: one comparison, as in `within`."""
+    distance, span = (first + most) - second, most + most
+    if distance.dtype == tl.int64:
+        distance = distance.to(tl.uint64, bitcast=True)
+        span = (span + 0 * first).to(tl.uint64, bitcast=True)
+    else:
+        distance, span = distance.to(tl.uint32, bitcast=True), span.to(tl.uint32, bitcast=True)
+    return distance < tl.where(most < 0, span * 0, span + 1)
+
+
 class Divisor(NamedTuple):
     """A captured number that divides, with what makes a division by it a product.
 

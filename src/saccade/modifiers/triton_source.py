@@ -113,6 +113,9 @@ class _PairWriter:
             return _applied(op, self.names[step.operands[0]], *chosen)
         if op == "&" and (ends := window_of(self.expression, *step.operands)):
             return f"within(kv_row, {self.names[ends[0]]}, {self.names[ends[1]]})"
+        if op in ("<", "<=") and (ends := self._distance(*step.operands)):
+            number = self.names[step.operands[1]]
+            return f"near({', '.join(ends)}, {number}{' - 1' if op == '<' else ''})"
         kind = step.kind
         if op in COMPARISONS:
             kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE
@@ -130,6 +133,18 @@ class _PairWriter:
             if self.expression[divisor].op == "literal" and self.natural[dividend]:
                 return f"{operands[0]} {op} {operands[1]}"
         return _applied(op, *operands)
+
+    def _distance(self, distance: int, most: int) -> tuple[str, str] | None:
+        """The two numbers of 32 bits whose distance is compared with a captured one, if it is."""
+        of = self.expression[distance]
+        if of.op != "abs" or of.kind != WHOLE or self.expression[most].op != "number":
+            return None
+        difference = self.expression[of.operands[0]]
+        wide = any(needs_width(self.expression, each) for each in (of, difference))
+        if difference.op != "-" or wide or self.expression[most].kind != WHOLE:
+            return None
+        first, second = (self._operand(number, WHOLE) for number in difference.operands)
+        return first, second
 
     def _operand(self, number: int, kind: str, wide: bool = False) -> str:
         """An operand as a number of that kind."""
