@@ -22,6 +22,7 @@ from saccade.serving import engine as engines
 from saccade.serving.decode_steps import Decoder, batch_sizes, packed_sizes
 from saccade.serving.decoding import Sampling
 from saccade.serving.model import PackedModel
+from saccade.serving.scheduler import Scheduler
 
 NEW = 10
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
@@ -62,7 +63,7 @@ def test_a_request_gets_the_same_tokens_whatever_else_is_served(settings):
         of_one_alone(prompt, options)
         for prompt, options in zip(served.prompts(), REQUESTS, strict=False)
     ]
-    engine = served.engine(num_pages=13, **settings)
+    engine = served.engine(num_pages=14, **settings)
     asked = [
         engine.submit(prompt, max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)
         for prompt, options in zip(served.prompts(), REQUESTS, strict=False)
@@ -137,6 +138,25 @@ def test_a_prompt_that_fills_a_step_keeps_no_other_waiting():
     assert engine.statistics().running == len(prompts)
     engine.run()
     assert engine.statistics().steps <= len(prompts) + NEW
+
+
+def test_prompts_are_read_ahead_of_the_tokens_beside_them(monkeypatch):
+    plans, real = [], Scheduler.plan_ahead
+
+    def plan_ahead(self: Scheduler, plan: Any) -> Any:
+        plans.append(real(self, plan))
+        return plans[-1]
+
+    monkeypatch.setattr(Scheduler, "plan_ahead", plan_ahead)
+    engine = served.engine(num_pages=64, run_ahead=True, max_batch_tokens=8)
+    prompts = [served.prompts()[0], served.prompts()[3]]  # the second takes five steps or more
+    asked = [engine.submit(prompt, **GREEDY) for prompt in prompts]
+    for completion, prompt in zip(asked, prompts, strict=True):
+        assert completion.result().tokens == served.uncached("llama", tuple(prompt), NEW)
+    read = [plan for plan in plans if plan is not None and not plan.decodes]
+    assert len(read) > 2 and all(plan.ahead for plan in read)
+    assert any({chunk.known for chunk in plan.chunks} == {True, False} for plan in read)
+    served.assert_nothing_is_held(engine)
 
 
 def test_a_page_of_an_unchecked_step_is_found_by_nobody(monkeypatch):

@@ -289,7 +289,7 @@ class Decoder:
         if not same or width > self._widths[0]:
             room = min(1 << (width - 1).bit_length(), self.inbox.tables[0].shape[1])
             self._widths = [room] * len(self._widths)
-            self._write(chunks, lanes, size, ahead)
+            self._write(chunks, lanes, size)
         else:
             for row, chunk in enumerate(chunks):
                 self.inbox.advance(row, chunk.start, chunk.given - 1)
@@ -307,10 +307,10 @@ class Decoder:
         self.inbox.send(len(rows), [0] * len(self._widths))
         return self.inbox.settings(len(rows))
 
-    def _write(self, chunks: Sequence[Chunk], lanes: Sequence[int], size: int, ahead: bool) -> None:
+    def _write(self, chunks: Sequence[Chunk], lanes: Sequence[int], size: int) -> None:
         for number, (chunk, lane) in enumerate(zip(chunks, lanes, strict=True)):
             request = chunk.request
-            token = DEVICES_OWN if ahead else request.last_token
+            token = request.last_token if chunk.known else DEVICES_OWN
             row = Row(token, chunk.start, chunk.given - 1, lane, request.sampling)
             self.inbox.write(number, row)
             self._write_pages(number, chunk, size)

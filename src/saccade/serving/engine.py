@@ -97,10 +97,14 @@ class UnderWay(NamedTuple):
     @classmethod
     def of(cls, plan: StepPlan, requests: list[list[Request]], chosen: Chosen) -> UnderWay:
         """What is copied to the host as soon as it is there."""
-        if chosen.tokens.device.type != "cuda":
-            return cls(plan, requests, chosen, None)
-        copies = (None if each is None else each.to("cpu", non_blocking=True) for each in chosen)
+        # A graph writes the next step's tokens to the same addresses.
+        copies = (
+            None if each is None else each.to("cpu", non_blocking=True, copy=True)
+            for each in chosen
+        )
         copied = Chosen(*copies)  # pyright: ignore[reportArgumentType]  # tokens are always there
+        if chosen.tokens.device.type != "cuda":
+            return cls(plan, requests, copied, None)
         done = torch.cuda.Event()
         done.record()
         return cls(plan, requests, copied, done)
@@ -245,12 +249,13 @@ class Worker:
                 return False
             self._lane_numbers.keep(everyone(self._scheduler.running))
             under_way = self._begin(plan)
-            if self._ahead and plan.gives_all:
+            if self._ahead and plan.can_be_followed:
                 self._under_way = under_way
                 self._counts.busy += time.perf_counter() - begin
                 return True
         else:
             plan = self._scheduler.plan_ahead(under_way.plan)
+            self._lane_numbers.keep(everyone(self._scheduler.running))
             following = None if plan is None else self._begin(plan)
         self._finish(under_way)
         self._under_way = following
@@ -272,6 +277,12 @@ class Worker:
 
     def _begin_prompts(self, plan: StepPlan) -> UnderWay:
         step = BatchStep(self._cache, plan, self._model.numbers, self._options)
+        if not all([chunk.known for chunk in plan.chunks]):
+            lanes = [
+                self._lanes.spare if chunk.known else self._lane_numbers.of(chunk.request)
+                for chunk in plan.chunks
+            ]
+            step.take_last(self._lanes.last_tokens, lanes)
         logits = self._model.logits(step)
         drawing: list[list[Request]] = []
         rows: list[Row] = []

@@ -63,18 +63,27 @@ class BatchStep:
         positions: list[int] = []
         last_rows: list[int] = []
         for chunk in plan.chunks:
-            tokens += chunk.tokens
+            tokens += chunk.tokens if chunk.known else [0]
             positions += range(chunk.start, chunk.stop)
             ends.append(len(tokens))
             last_rows.append(len(tokens) - 1)
         device = cache.device
-        self._slots = [
-            torch.tensor(slots, dtype=torch.int64, device=device) for slots in plan.slots
+        self._slots = [on_device(slots, torch.int64, device) for slots in plan.slots]
+        self._offsets = on_device(ends, torch.int32, device)
+        self.input_ids = on_device(tokens, torch.int64, device).unsqueeze(0)
+        self.position_ids = on_device(positions, torch.int64, device).unsqueeze(0)
+        self.last_rows = on_device(last_rows, torch.int64, device)
+        # Places among chunks, and rows, of tokens that a step under way gives.
+        self._unknown = [
+            (place, last_rows[place]) for place, chunk in enumerate(plan.chunks) if not chunk.known
         ]
-        self._offsets = torch.tensor(ends, dtype=torch.int32, device=device)
-        self.input_ids = torch.tensor([tokens], device=device)
-        self.position_ids = torch.tensor([positions], device=device)
-        self.last_rows = torch.tensor(last_rows, dtype=torch.int64, device=device)
+
+    def take_last(self, last_tokens: Int[Tensor, " lanes"], lanes: Sequence[int]) -> None:
+        """Read the tokens that the step before gives from the lanes of the chunks' requests."""
+        device = last_tokens.device
+        rows = on_device([row for _, row in self._unknown], torch.int64, device)
+        of = on_device([lanes[place] for place, _ in self._unknown], torch.int64, device)
+        self.input_ids[0].index_copy_(0, rows, last_tokens.index_select(0, of))
 
     def begin(self) -> tuple[Int[Tensor, "1 rows"], Int[Tensor, "1 rows"]]:
         """The rows' tokens and positions."""
@@ -92,6 +101,13 @@ class BatchStep:
             cu_seqlens_q=self._offsets, **options, **scales, **self._options,
         )  # fmt: skip
         return output.unsqueeze(0)
+
+
+def on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor; the host does not wait for what a GPU does before."""
+    on_gpu = device.type == "cuda"
+    found = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu)
+    return found.to(device, non_blocking=on_gpu)
 
 
 def written(pages: Any, key: Rows, value: Rows, slots: Int[Tensor, " rows"]) -> dict[str, Any]:

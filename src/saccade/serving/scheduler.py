@@ -62,9 +62,17 @@ class Chunk(NamedTuple):
         stop = request.computed + min(rows, request.left)
         return cls(request, request.computed, stop, stop == request.num_tokens)
 
-    def following(self) -> Chunk:
-        """The one token that this chunk will give."""
-        return Chunk(self.request, self.stop, self.stop + 1, True)
+    @property
+    def known(self) -> bool:
+        """Whether its tokens are known by now; else it is the one that a step under way gives."""
+        return self.start < self.request.num_tokens
+
+    def following(self, rows: int) -> Chunk:
+        """What comes after this chunk: the one token that it gives, or at most so many others."""
+        if self.draws:
+            return Chunk(self.request, self.stop, self.stop + 1, True)
+        stop = min(self.stop + rows, self.request.num_tokens)
+        return Chunk(self.request, self.stop, stop, stop == self.request.num_tokens)
 
 
 class StepPlan(NamedTuple):
@@ -79,14 +87,15 @@ class StepPlan(NamedTuple):
     ahead: bool = False
 
     @property
-    def gives_all(self) -> bool:
-        """Whether every chunk gives a token, and to its own request alone."""
-        return all([chunk.draws and not chunk.request.followers for chunk in self.chunks])
+    def can_be_followed(self) -> bool:
+        """Whether a step can follow before its tokens are seen: none begins others' texts."""
+        return not any([chunk.draws and chunk.request.followers for chunk in self.chunks])
 
     @property
     def decodes(self) -> bool:
-        """Whether every chunk is one token that gives the next."""
-        return len(self.chunks) == len(self.slots[0]) and self.gives_all
+        """Whether every chunk is one token that gives the next, to its own request alone."""
+        alone = len(self.chunks) == len(self.slots[0])
+        return alone and self.can_be_followed and all([chunk.draws for chunk in self.chunks])
 
 
 class Scheduler:
@@ -172,22 +181,29 @@ class Scheduler:
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step after one that is under way, from tokens that nobody has seen yet.
 
-        None where that one has to be looked at first: a prompt is not read to its end, others
-        begin where it ends, some that wait may start, or pages run out.
+        None where that one has to be looked at first: others begin where a prompt ends, some that
+        wait may start once a request has ended, or rows or pages run out.
         """
         living = [chunk for chunk in plan.chunks if chunk.request.state is RequestState.RUNNING]
-        if not plan.gives_all or len(living) != len(self.running):
+        if not plan.can_be_followed or len(living) != len(self.running):
             return None
-        chunks = [
-            chunk.following()
-            for chunk in living
-            if chunk.given < chunk.request.limits.max_new_tokens
-        ]
-        ends = len(chunks) < len(living)
-        if not chunks or (self.waiting and (ends or not self._refused)):
+        more = [
+            chunk for chunk in living
+            if not chunk.draws or chunk.given < chunk.request.limits.max_new_tokens
+        ]  # fmt: skip
+        ends = len(more) < len(living)
+        if not more or (self.waiting and ends):
             return None
+        chunks, rows = list[Chunk](), self._max_batch_tokens
+        for chunk in sorted(more, key=lambda chunk: not chunk.draws):
+            chunks.append(chunk.following(rows))
+            rows -= chunks[-1].rows
+        if not all([chunk.rows for chunk in chunks]):
+            return None
+        if not self._refused:
+            chunks += self._admit(rows)
         try:
-            slots = self._cache.grow({_sequence(chunk.request): 1 for chunk in chunks})
+            slots = self._cache.grow({_sequence(chunk.request): chunk.rows for chunk in chunks})
         except OutOfPagesError:
             return None
         self._note_pages(chunks)
