@@ -227,7 +227,7 @@ def jobs(
     return [job for job in found if job.kernels]
 
 
-SAMPLE = 16
+SAMPLE = 32
 READER = Path(__file__).with_name("machine_code.py")
 
 Known = Mapping[str, Sequence[int]]
