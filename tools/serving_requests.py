@@ -145,8 +145,7 @@ def transformers_batch(model: str) -> dict[str, Any]:
     prompts = prompts_of(made, [PROMPT] * REQUESTS)
 
     def generate(some: list[list[int]]) -> dict[str, Any]:
-        with torch.inference_mode():
-            return made.generate_batch(inputs=some, generation_config=config, progress_bar=False)
+        return made.generate_batch(inputs=some, generation_config=config, progress_bar=False)
 
     generate([prompt[:64] for prompt in prompts[:2]])
     found: dict[str, Any] = {}
