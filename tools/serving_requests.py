@@ -134,7 +134,6 @@ def batch(model: str) -> dict[str, Any]:
 
 def transformers_batch(model: str) -> dict[str, Any]:
     """Seconds for all requests, by transformers, after two requests that it may compile for."""
-    import torch
     import transformers
 
     made = model_of({**MODELS[model], "max_position_embeddings": 16_384})
