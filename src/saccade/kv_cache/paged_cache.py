@@ -16,7 +16,13 @@ from torch import Tensor
 from saccade.kv_cache import sequences as changes
 from saccade.kv_cache.pool import at_once, locked
 from saccade.kv_cache.sequences import Change, Group, GroupGrowth, PageList, Tokens
-from saccade.kv_cache.storage import LayerPages, PageMemory, PageSizes, write_kv_cache
+from saccade.kv_cache.storage import (
+    LayerPages,
+    LayerSizes,
+    PageMemory,
+    PageSizes,
+    write_kv_cache,
+)
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged
@@ -92,7 +98,10 @@ class PagedCache:
             of each group, or a mapping from windows to numbers.
         page_size: 1 to 1024 tokens.
         num_layers: of the model, where all layers have one window.
-        kv_heads, head_dim: of the model. value_dim: head_dim unless given.
+        kv_heads, head_dim: of the model, or a number for each layer. value_dim: likewise; head_dim
+            unless given.
+        latent: whether values are the first value_dim channels of keys, as in latent attention in
+            its absorbed form: pages hold a token once, and `write` takes no value.
         dtype: of the pages; int8 and float8_e4m3fn come with a scale for each token and head.
         device: where the pages lie.
         host_pages: pages of host memory (page-locked beside a GPU) for what is swapped out; as
@@ -128,6 +137,7 @@ class PagedCache:
     device: torch.device
     groups: list[Group]
     addresses: list[LayerAddress]
+    latent: bool
 
     def __init__(
         self,
@@ -135,9 +145,10 @@ class PagedCache:
         page_size: int = 16,
         *,
         num_layers: int | None = None,
-        kv_heads: int,
-        head_dim: int,
-        value_dim: int | None = None,
+        kv_heads: int | Sequence[int],
+        head_dim: int | Sequence[int],
+        value_dim: int | Sequence[int] | None = None,
+        latent: bool = False,
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
         host_pages: int | Mapping[int | None, int] = 0,
@@ -145,18 +156,19 @@ class PagedCache:
         windows: Sequence[int | None] | None = None,
         prefix_caching: bool = True,
     ):
-        value_dim = head_dim if value_dim is None else value_dim
-        for name, value in (
-            ("page_size", page_size), ("kv_heads", kv_heads), ("head_dim", head_dim),
-            ("value_dim", value_dim),
-        ):  # fmt: skip
-            check_whole_number(name, value, least=1)
+        check_whole_number("page_size", page_size, least=1)
         if page_size > LARGEST_PAGE:
             raise ValueError(f"page_size: got {page_size}, takes 1 to {LARGEST_PAGE}")
         if dtype not in DTYPES + QUANTISED:
             raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
         self._grouped = windows is not None
         of_layers = _windows_of(num_layers, window, windows)
+        value_dim = head_dim if value_dim is None else value_dim
+        sizes = _sizes_of(
+            len(of_layers), {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
+        )
+        if latent:
+            _check_latent(sizes, dtype)
         some = {each for each in of_layers if each is not None}
         everything: list[int | None] = [None] if None in of_layers else []
         self.windows = (*everything, *sorted(some, reverse=True))
@@ -166,14 +178,18 @@ class PagedCache:
         self._on_gpu = self.device.type == "cuda"
         self.groups = []
         for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True):
-            num_each = of_layers.count(each)
-            sizes = PageSizes(page_size, num_each, kv_heads, head_dim, value_dim, dtype)
-            memory = PageMemory(sizes, pages, on_host, self.device)
+            of_group = [
+                size for size, window in zip(sizes, of_layers, strict=True) if window == each
+            ]
+            memory = PageMemory(
+                PageSizes(page_size, of_group, dtype, latent), pages, on_host, self.device
+            )
             self.groups.append(Group(memory, page_size, each, prefix_caching))
         self.addresses = [
             LayerAddress(self.windows.index(each), of_layers[:layer].count(each))
             for layer, each in enumerate(of_layers)
         ]
+        self.latent = latent
         self._numbers = itertools.count()
         self._lock = threading.RLock()
 
@@ -363,14 +379,18 @@ class PagedCache:
 
     @locked
     def write(
-        self, layer: int, key: Tensor, value: Tensor, slots: Tensor | Sequence[Tensor],
+        self, layer: int, key: Tensor, value: Tensor | None, slots: Tensor | Sequence[Tensor],
         **options: Any,
     ) -> None:  # fmt: skip
-        """`saccade.write_kv_cache` into a layer's pages; slots as `append` gave them."""
+        """`saccade.write_kv_cache` into a layer's pages; slots as `append` gave them. Where values
+        are the first channels of keys, value is None."""
         pages = self.pages(layer)
         slots = slots if isinstance(slots, Tensor) else slots[self._address(layer).group]
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        write_kv_cache(key, value, pages.key_pages, pages.value_pages, slots, **scales, **options)
+        if self.latent and value is not None:
+            raise TypeError("value: got a tensor, takes None: values are a part of keys here")
+        value_pages = None if value is None else pages.value_pages
+        write_kv_cache(key, value, pages.key_pages, value_pages, slots, **scales, **options)
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
         """`saccade.attention_paged` over a layer's pages, under the mask of its window, if any."""
@@ -535,6 +555,30 @@ def _of_windows(
         found.append(numbers[window] if isinstance(numbers, Mapping) else numbers)
         check_whole_number(name, found[-1], least=least)
     return tuple(found)
+
+
+def _sizes_of(count: int, numbers: Mapping[str, int | Sequence[int]]) -> list[LayerSizes]:
+    """What each layer keeps for a token."""
+    of_layers: list[list[int]] = []
+    for name, number in numbers.items():
+        several = [*number] if isinstance(number, Sequence) else [number] * count
+        if len(several) != count:
+            raise ValueError(f"{name}: got {len(several)} numbers, takes one for each of {count}")
+        for each in several:
+            check_whole_number(name, each, least=1)
+        of_layers.append(several)
+    return [LayerSizes(*sizes) for sizes in zip(*of_layers, strict=True)]
+
+
+def _check_latent(sizes: Sequence[LayerSizes], dtype: torch.dtype) -> None:
+    if dtype in QUANTISED:
+        raise TypeError(f"dtype: got {dtype} with latent=True, takes a floating-point dtype")
+    for size in sizes:
+        if size.value_dim > size.head_dim:
+            raise ValueError(
+                f"value_dim: got {size.value_dim} with latent=True, takes at most head_dim, "
+                f"{size.head_dim}"
+            )
 
 
 def _windows_of(

@@ -55,16 +55,27 @@ class LayerPages(NamedTuple):
     key_scales: Tensor | None
     value_scales: Tensor | None
 
+    @property
+    def latent(self) -> bool:
+        """Whether values are the first channels of keys, in the same memory."""
+        return self.value_pages.data_ptr() == self.key_pages.data_ptr()
+
+
+class LayerSizes(NamedTuple):
+    """What a layer keeps for each token."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+
 
 class PageSizes(NamedTuple):
     """The sizes of a cache's tensors."""
 
     page_size: int
-    num_layers: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
+    layers: list[LayerSizes]
     dtype: torch.dtype
+    latent: bool  # whether values are the first channels of keys, in the same memory
 
 
 class PageMemory:
@@ -75,11 +86,11 @@ class PageMemory:
 
     def __init__(self, sizes: PageSizes, num_pages: int, host_pages: int, device: torch.device):
         self.num_pages, self.host_pages = num_pages, host_pages
-        self.layers = [_layer(sizes, num_pages, device, False) for _ in range(sizes.num_layers)]
+        self.layers = [_layer(sizes, of, num_pages, device, False) for of in sizes.layers]
         on_host = torch.device("cpu")
         pinned = device.type == "cuda"
-        host = [_layer(sizes, host_pages, on_host, pinned) for _ in range(sizes.num_layers)]
-        self.pools, self.host_pools = _pools(self.layers), _pools(host)
+        host = [_layer(sizes, of, host_pages, on_host, pinned) for of in sizes.layers]
+        self.pools, self.host_pools = (_pools(each, sizes.latent) for each in (self.layers, host))
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages on the device, reading all before any is written."""
@@ -101,8 +112,10 @@ class PageMemory:
             move_pages(self.host_pools, _numbers(source), _numbers(target), into=self.pools)
 
 
-def _layer(sizes: PageSizes, num_pages: int, device: torch.device, pinned: bool) -> LayerPages:
-    shape = (sizes.kv_heads, num_pages, sizes.page_size)
+def _layer(
+    sizes: PageSizes, of: LayerSizes, num_pages: int, device: torch.device, pinned: bool
+) -> LayerPages:
+    shape = (of.kv_heads, num_pages, sizes.page_size)
 
     def empty(*dims: int, dtype: torch.dtype) -> Tensor:
         tensor = torch.empty(*shape, *dims, dtype=dtype, device=device, pin_memory=pinned)
@@ -111,12 +124,15 @@ def _layer(sizes: PageSizes, num_pages: int, device: torch.device, pinned: bool)
     scales = [None, None]
     if sizes.dtype in QUANTISED:
         scales = [empty(dtype=torch.float32), empty(dtype=torch.float32)]
-    return LayerPages(
-        empty(sizes.head_dim, dtype=sizes.dtype), empty(sizes.value_dim, dtype=sizes.dtype), *scales
-    )
+    keys = empty(of.head_dim, dtype=sizes.dtype)
+    if sizes.latent:
+        return LayerPages(keys, keys[..., : of.value_dim], None, None)
+    return LayerPages(keys, empty(of.value_dim, dtype=sizes.dtype), *scales)
 
 
-def _pools(layers: list[LayerPages]) -> list[Tensor]:
+def _pools(layers: list[LayerPages], latent: bool) -> list[Tensor]:
+    if latent:  # values move with keys
+        return [layer.key_pages for layer in layers]
     return [tensor for layer in layers for tensor in layer if tensor is not None]
 
 
@@ -250,9 +266,9 @@ torch.library.define(
 
 def write_kv_cache(  # breaks function-length: most of it is the docstring
     key: Tensor,
-    value: Tensor,
+    value: Tensor | None,
     key_pages: Tensor,
-    value_pages: Tensor,
+    value_pages: Tensor | None,
     slot_mapping: Tensor,
     *,
     key_scales: Tensor | None = None,
@@ -264,8 +280,10 @@ def write_kv_cache(  # breaks function-length: most of it is the docstring
 
     Args:
         key: [tokens, kv_heads, head_dim].
-        value: [tokens, kv_heads, value_dim].
-        key_pages, value_pages: as in `attention_paged`; changed in place.
+        value: [tokens, kv_heads, value_dim]; None where values are the first channels of keys,
+            so that the pages of keys hold them.
+        key_pages, value_pages: as in `attention_paged`; changed in place. value_pages is None where
+            value is.
         slot_mapping: int32 or int64 [tokens]: page · page_size + slot of each token, all different;
             a token of -1 is not written.
         key_scales, value_scales: [num_pages, kv_heads, page_size], written beside pages of int8
@@ -292,6 +310,10 @@ def write_kv_cache(  # breaks function-length: most of it is the docstring
         >>> torch.equal(key_pages[4, :, 2], key[0])
         True
     """
+    if value is None or value_pages is None:
+        if value is not value_pages or value_scales is not None:
+            raise TypeError("value, value_pages, value_scales: takes all of them, or none")
+        value, value_pages = key[..., :0], key_pages[..., :0]
     if shards.any_sharded(key, value, key_pages, value_pages):
         pages = {"key_pages": key_pages, "value_pages": value_pages, "key_scales": key_scales,
                  "value_scales": value_scales}  # fmt: skip

@@ -191,6 +191,8 @@ def compile_layers(
         How it went, for users to read.
     """
     begin = time.perf_counter()
+    if model.latent_layers is not None:
+        return "no layers are compiled: latents are taken from them, which a graph does not do"
     layers = CompiledLayers(model.module)
     if not len(layers):
         return f"no layers are compiled: {model.name} has no list of layers that attend"

@@ -113,10 +113,12 @@ def on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) 
 def written(pages: Any, key: Rows, value: Rows, slots: Int[Tensor, " rows"]) -> dict[str, Any]:
     """Write new keys and values into a layer's pages; the scales beside them, as options."""
     scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+    values = value[0].transpose(0, 1), pages.value_pages
+    if pages.latent:  # values are a part of keys
+        values = None, None
     saccade.write_kv_cache(
-        key[0].transpose(0, 1), value[0].transpose(0, 1), pages.key_pages, pages.value_pages,
-        slots, **scales,
-    )  # fmt: skip
+        key[0].transpose(0, 1), values[0], pages.key_pages, values[1], slots, **scales
+    )
     return scales
 
 
@@ -129,6 +131,7 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     window: int | None  # tokens seen before the token itself; None: all
+    latent: bool = False  # whether values are the first channels of keys
 
 
 class Probe:
@@ -151,8 +154,9 @@ class Probe:
                 "model whose layers each keep their own keys and values"
             )
         self.layers[layer_index] = LayerShape(
-            key.shape[1], key.shape[3], value.shape[3], key.dtype, window_of(mask)
-        )
+            key.shape[1], key.shape[3], value.shape[3], key.dtype, window_of(mask),
+            latent=value.data_ptr() == key.data_ptr(),
+        )  # fmt: skip
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[3])
 
 
@@ -163,19 +167,19 @@ def window_of(mask: saccade.masks.Mask | None) -> int | None:
     return None
 
 
-def alike(layers: Sequence[LayerShape]) -> LayerShape:
-    """The shape of all layers, but for their windows: that of the first.
+def alike(layers: Sequence[LayerShape]) -> tuple[torch.dtype, bool]:
+    """The dtype of all layers, and whether their values are the first channels of keys.
 
     Raises:
-        ValueError: if they have not all the same shape.
+        ValueError: if they are not alike in these.
     """
-    shapes = {(each.kv_heads, each.head_dim, each.value_dim, each.dtype) for each in layers}
-    if len(shapes) > 1:
+    kinds = {(each.dtype, each.latent) for each in layers}
+    if len(kinds) > 1:
         raise ValueError(
-            "model: got attention layers with (kv_heads, head_dim, value_dim, dtype) of "
-            f"{sorted(shapes, key=str)}, takes a model whose layers are alike in these"
+            f"model: got attention layers with (dtype, latent) of {sorted(kinds, key=str)}, takes "
+            "a model whose layers are alike in these"
         )
-    return layers[0]
+    return layers[0].dtype, layers[0].latent
 
 
 class StepLayers(Protocol):
@@ -209,10 +213,27 @@ class PackedModel:
         self.vocabulary: int = config.vocab_size
         self.longest: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = model.device
-        layers = self.probe(2)
+        self.latent_layers = integrations.transformers.LatentLayers.of(model)
+        layers = self._layers_found()
         self.numbers = {index: number for number, index in enumerate(layers)}
-        self.shape: LayerShape = alike(list(layers.values()))
-        self.windows = [each.window for each in layers.values()]
+        self.layers = list(layers.values())
+        self.dtype, self.latent = alike(self.layers)
+        self.windows = [each.window for each in self.layers]
+
+    def _layers_found(self) -> dict[int, LayerShape]:
+        """What layers keep: a latent where that works, else keys and values for each head."""
+        if self.latent_layers is not None:
+            try:
+                return self.probe(2)
+            except ValueError:  # they look like layers that they are not
+                self.latent_layers = None
+        return self.probe(2)
+
+    def page_sizes(self) -> dict[str, Any]:
+        """What layers keep for each token, as `PagedCache` takes it."""
+        names = "kv_heads", "head_dim", "value_dim"
+        of_layers = {name: [getattr(each, name) for each in self.layers] for name in names}
+        return {"windows": self.windows, "latent": self.latent, **of_layers}
 
     @property
     def module(self) -> torch.nn.Module:
@@ -275,7 +296,7 @@ class PackedModel:
         self, prompts: Int[Tensor, "batch rows"], step: Any
     ) -> Float[Tensor, "batch rows vocabulary"]:
         """Logits of all rows by a step's attention, over sequences that are not packed."""
-        return self._model(input_ids=prompts, use_cache=False, saccade_step=step).logits
+        return self._model(input_ids=prompts, use_cache=False, **self._options(step)).logits
 
     @torch.inference_mode()
     def logits(self, step: PackedStep) -> Float[Tensor, "drawn vocabulary"]:
@@ -303,13 +324,19 @@ class PackedModel:
         self.num_logits = logits.shape[-1]  # of each row; a padded vocabulary is larger
         return probe.layers
 
+    def _options(self, step: Any) -> dict[str, Any]:
+        """How layers of the model come to call a step."""
+        if self.latent_layers is not None:
+            return self.latent_layers.options(step)
+        return {"saccade_step": step}
+
     def _call(
         self, step: PackedStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
     ) -> Tensor:
         def run(under_way: Any) -> Any:
             return self._model(
                 input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                saccade_step=under_way, logits_to_keep=rows,
+                logits_to_keep=rows, **self._options(under_way),
             )  # fmt: skip
 
         layers = self._step_layers
@@ -400,7 +427,7 @@ def check_packed_passes(model: PackedModel, page_size: int, options: Mapping[str
     if not compared.any():
         return
     unit = (plain - plain.mean(1, keepdim=True)).norm(dim=1)
-    rounding = ROUNDINGS * torch.finfo(model.shape.dtype).eps
+    rounding = ROUNDINGS * torch.finfo(model.dtype).eps
     allowed = MARGIN * _typical(again - plain, unit, compared) + rounding
     differs = _typical(packed - plain, unit, compared)
     if not differs <= allowed:
@@ -427,11 +454,9 @@ def _packed(
     """The logits of every row, from steps such as the engine's; and the rows of the first step."""
     length = prompts.shape[1]
     rows = max(length - 1, 1)  # so that a chunk of one token comes, and every prompt is cut
-    shape, windows = model.shape, model.windows
     cache = saccade.PagedCache(
-        PROMPTS * (-(-length // page_size) + 1), page_size, windows=windows,
-        kv_heads=shape.kv_heads, head_dim=shape.head_dim, value_dim=shape.value_dim,
-        dtype=shape.dtype, device=model.device, prefix_caching=False,
+        PROMPTS * (-(-length // page_size) + 1), page_size, dtype=model.dtype,
+        device=model.device, prefix_caching=False, **model.page_sizes(),
     )  # fmt: skip
     scheduler = Scheduler(
         cache, max_batch_tokens=rows, max_sequences=PROMPTS, preemption="recompute"

@@ -411,7 +411,7 @@ def make_capacity(
         TypeError, ValueError: naming the argument, what it got and what it takes.
     """
     check_number("page_size", capacity.page_size, least=1)
-    dtype = model.shape.dtype if capacity.page_dtype is None else capacity.page_dtype
+    dtype = model.dtype if capacity.page_dtype is None else capacity.page_dtype
     windows = model.windows
     useful = {
         window: sequences * most_pages(longest, window, capacity.page_size, rows)
@@ -421,11 +421,9 @@ def make_capacity(
     host_pages: int | dict[int | None, int] = num_pages if swaps else 0
     if capacity.host_pages is not None:
         host_pages = capacity.host_pages
-    shape = model.shape
     return PagedCache(
-        num_pages, capacity.page_size, windows=windows, kv_heads=shape.kv_heads,
-        head_dim=shape.head_dim, value_dim=shape.value_dim, dtype=dtype, device=model.device,
-        host_pages=host_pages,
+        num_pages, capacity.page_size, dtype=dtype, device=model.device, host_pages=host_pages,
+        **model.page_sizes(),
     )  # fmt: skip
 
 
@@ -442,7 +440,11 @@ def _num_pages(
             window: pages if window is None else min(pages, most) for window, most in useful.items()
         }
     of_page = {
-        window: page_bytes(model.shape, dtype, capacity.page_size, model.windows.count(window))
+        window: sum(
+            page_bytes(layer, dtype, capacity.page_size)
+            for layer in model.layers
+            if layer.window == window
+        )
         for window in useful
     }
     all_useful = sum(useful[window] * of_page[window] for window in useful)
@@ -457,11 +459,11 @@ def _num_pages(
     return {window: max(1, most * memory // all_useful) for window, most in useful.items()}
 
 
-def page_bytes(shape: LayerShape, dtype: torch.dtype, page_size: int, layers: int) -> int:
-    """What one page takes in all layers, with the scales of eight bits."""
+def page_bytes(layer: LayerShape, dtype: torch.dtype, page_size: int) -> int:
+    """What one page takes in a layer, with the scales of eight bits."""
     scales = 2 * 4 if dtype in EIGHT_BITS else 0
-    of_head = (shape.head_dim + shape.value_dim) * dtype.itemsize + scales
-    return layers * shape.kv_heads * page_size * of_head
+    numbers = layer.head_dim + (0 if layer.latent else layer.value_dim)
+    return layer.kv_heads * page_size * (numbers * dtype.itemsize + scales)
 
 
 def _free_memory(device: torch.device) -> int:

@@ -44,6 +44,10 @@ from saccade.integrations.transformers.attention import (  # noqa: E402
     register,
 )
 from saccade.integrations.transformers.cache import PagedGenerationCache  # noqa: E402
+from saccade.integrations.transformers.latent import LatentLayers  # noqa: E402
 from saccade.integrations.transformers.masks import lazy_mask  # noqa: E402
 
-__all__ = ["AttentionStep", "PagedGenerationCache", "attention_forward", "lazy_mask", "register"]
+__all__ = [
+    "AttentionStep", "LatentLayers", "PagedGenerationCache", "attention_forward", "lazy_mask",
+    "register",
+]  # fmt: skip
