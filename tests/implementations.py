@@ -133,7 +133,7 @@ PAGED_IMPLEMENTATIONS = [
     Implementation("reference", device="cuda", batch_invariant=False),
     Implementation("cpu", small=_CPU_TILES),
     # Interpreted, a sample of the suite runs: tests/ops/paged_attention/triton/test_decode.py.
-    Implementation("triton", _COMPILED, "cuda", _SMALLEST, slow=True, widest=256),
+    Implementation("triton", _COMPILED, "cuda", _SMALLEST, slow=True, widest=576),
 ]
 if os.environ.get("TRITON_INTERPRET") == "1":  # conftest.py sees to it wherever there is no GPU
     IMPLEMENTATIONS.append(Implementation("triton", _INTERPRETED, "cpu", _KERNEL_TILES, slow=True))

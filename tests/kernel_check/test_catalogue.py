@@ -27,8 +27,9 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
         if kernel in configs.PASSES and isinstance(job.call, KernelCall)
     }
     half = {(p.which, p.width, p.masked) for p in problems if not p.wide and not p.dropout}
+    widths = configs.WIDTHS[1:4] if architecture == "sm_75" else configs.WIDTHS[1:]
     for which in configs.PASSES[:4]:
-        for width in configs.WIDTHS[1:]:
+        for width in widths if which == "forward" else widths[:4]:  # of gradients: up to 512
             assert {(which, width, False), (which, width, True)} <= half
     assert any(problem.dropout for problem in problems)
     assert any(problem.wide for problem in problems)
@@ -37,8 +38,8 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
         for call in (job.call for job in jobs)
         if isinstance(call, PagedCall)
     }
-    assert {(width, chunks) for width in configs.WIDTHS[1:] for chunks in (False, True)} <= rows
-    assert sum(len(job.kernels) for job in jobs) <= (185 if architecture == "sm_90" else 117)
+    assert {(width, chunks) for width in widths for chunks in (False, True)} <= rows
+    assert sum(len(job.kernels) for job in jobs) <= (204 if architecture == "sm_90" else 136)
 
 
 def test_a_job_asks_for_kernels_of_its_own_pass():

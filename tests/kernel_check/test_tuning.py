@@ -116,7 +116,7 @@ def test_times_and_failures_find_their_candidates():
     [
         ({"dtype": "int8"}, "--dtype: got 'int8', takes bf16, fp16, fp32"),
         ({"mask_names": ["casual"]}, "--mask: got 'casual', takes none, causal"),
-        ({"head_dims": [300]}, "--head-dim: got 300, takes 1 to 256"),
+        ({"head_dims": [600]}, "--head-dim: got 600, takes 1 to 512"),
         ({"kv_heads": 3}, "--kv-heads: got 3, takes a divisor of 8"),
     ],
 )

@@ -106,7 +106,7 @@ class TestExactness:
         case = implementation.case(mask=mask, lengths=(lengths,), batch=1, kv_heads=1)
         assert_exact(case, implementation.name)
 
-    @pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (16, 96), (1, 1)])
+    @pytest.mark.parametrize("sizes", [(64, 64), (128, 64), (16, 96), (1, 1), (512, 512)])
     def test_head_dims(self, implementation: Implementation, sizes: tuple[int, int]) -> None:
         for dtype in implementation.dtypes:
             check(implementation, head_dim=sizes[0], value_dim=sizes[1], dtype=dtype, mask="causal")

@@ -117,6 +117,16 @@ class TestExactness:
             pytest.skip(f"takes at most {implementation.widest} channels, and says so")
         check(implementation, head_dim=head_dim, value_dim=value_dim, mask="causal", kv_heads=1)
 
+    @pytest.mark.parametrize(("sizes", "page_dtype"), [((576, 512), None), ((40, 33), F8)])
+    def test_values_that_are_a_part_of_keys(
+        self, implementation: Implementation, sizes: tuple[int, int], page_dtype: torch.dtype | None
+    ) -> None:
+        check(
+            implementation, head_dim=sizes[0], value_dim=sizes[1], page_dtype=page_dtype,
+            lengths=MIXED, mask="causal", packed=True, kv_heads=1, group=3, poison_hidden=True,
+            latent=True,
+        )  # fmt: skip
+
     def test_random_problems(self, implementation: Implementation) -> None:
         length = st.integers(0, 60)
 

@@ -318,6 +318,7 @@ class PagedCall(NamedTuple):
     heads: int = 32
     kv_heads: int = 8
     length: int = 1024
+    latent: int = 0  # so many first channels of keys are the values; 0: values are as wide as keys
 
     operation = "attention_paged"
 
@@ -327,6 +328,8 @@ class PagedCall(NamedTuple):
         extras = [self.pages] if self.pages else []
         short = "short chunk" if self.query_len > 1 else "decode"
         extras += ["chunk" if self.query_len >= LONG_CHUNK else short, f"p{self.page_size}"]
+        extras += [f"latent {self.latent}"] if self.latent else []
+        extras += [f"{self.heads} heads"] if self.latent else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def make(self, device: torch.device) -> tuple[PagedInputs, Variant]:
@@ -368,10 +371,11 @@ class PagedCall(NamedTuple):
             return torch.ones(shape[:3], device=device) if self.pages else None
 
         table = torch.arange(self.batch * count, dtype=torch.int32, device=device)
+        keys = _untouched(shape, stored, device)
         return PagedInputs(
             _untouched(query_shape, DTYPES[self.dtype], device),
-            _untouched(shape, stored, device),
-            _untouched(shape, stored, device),
+            keys,
+            keys[..., : self.latent] if self.latent else _untouched(shape, stored, device),
             table.view(self.batch, count),
             torch.full((self.batch,), self.length, dtype=torch.int32, device=device),
             key_scales=scales(),

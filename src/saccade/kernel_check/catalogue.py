@@ -138,6 +138,22 @@ HOPPER: tuple[Entry, ...] = (
 )
 
 
+FEW_QUERIES = 20
+LATENT = PagedCall(576, kv_heads=1, heads=16, latent=512)
+WIDE: tuple[Entry, ...] = (  # of more than 256 channels, for which Turing has no room
+    (KernelCall(512), ALL),
+    (KernelCall(512, mask="causal"), (*ALL, NAN_SAFE[0])),
+    (KernelCall(576, value_dim=512), ("forward",)),
+    (KernelCall(576, mask="causal", value_dim=512), ("forward",)),
+    (PagedCall(512), ("pages", "merge_partials")),
+    (PagedCall(512, mask="causal", query_len=FEW_QUERIES), ("pages",)),
+    (PagedCall(512, mask="causal", query_len=LONG_CHUNK), ("pages_forward",)),
+    *((LATENT._replace(heads=heads), ("pages",)) for heads in (16, 128)),
+    (LATENT._replace(mask="causal", query_len=FEW_QUERIES), ("pages",)),
+    (LATENT._replace(mask="causal", query_len=LONG_CHUNK), ("pages_forward",)),
+)
+
+
 def entries(architecture: str) -> list[Entry]:
     """The calls for an architecture. Turing has no products of bf16."""
     half = "fp16" if architecture == "sm_75" else "bf16"
@@ -158,6 +174,7 @@ def entries(architecture: str) -> list[Entry]:
         (KernelCall(128, half, dropout_p=0.1), ALL),
         (KernelCall(256, half), ALL),
         (KernelCall(256, half, "causal"), (*ALL, *NAN_SAFE)),
+        *(WIDE if architecture != "sm_75" else ()),
         (KernelCall(64, "fp32"), ORDERED),
         (KernelCall(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
         *paged_entries(half),
@@ -167,7 +184,7 @@ def entries(architecture: str) -> list[Entry]:
 
 def paged_entries(half: str) -> list[Entry]:
     """The calls over pages: short chunks are split, long ones take the dense kernel."""
-    chunk, few = LONG_CHUNK, 20
+    chunk, few = LONG_CHUNK, FEW_QUERIES
     return [
         (PagedCall(64, half), ("pages", "merge_partials")),
         (PagedCall(128, half), ("pages", "merge_partials")),

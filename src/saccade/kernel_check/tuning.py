@@ -21,6 +21,7 @@ from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import ConfigTable, KernelProblem
+from saccade.runtime.backends import WIDEST_VALUE
 from saccade.runtime.spec import KernelConfig
 
 ROUNDS = 9
@@ -229,8 +230,8 @@ def calls_of(
         if mask not in MASKS:
             raise ValueError(f"--mask: got {mask!r}, takes {', '.join(MASKS)}")
     for dim in head_dims:
-        if not 1 <= dim <= configs.WIDTHS[-1]:
-            raise ValueError(f"--head-dim: got {dim}, takes 1 to {configs.WIDTHS[-1]}")
+        if not 1 <= dim <= WIDEST_VALUE:  # of values as wide as keys
+            raise ValueError(f"--head-dim: got {dim}, takes 1 to {WIDEST_VALUE}")
     kv_heads = heads if kv_heads is None else kv_heads
     if heads % kv_heads:
         raise ValueError(f"--kv-heads: got {kv_heads}, takes a divisor of {heads} heads")

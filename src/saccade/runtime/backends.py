@@ -43,7 +43,8 @@ class BackendEntry(NamedTuple):
     note: Callable[[Any], str | None] = lambda problem: None
 
 
-WIDEST = 256  # channels that Triton kernels hold at once
+WIDEST = 256  # channels of Hopper's kernels and of linear attention's
+WIDEST_HEAD, WIDEST_VALUE = 576, 512  # channels of a head, and of its values, in Triton kernels
 WIDEST_AT_ONCE = 128  # channels of which Hopper's backward pass holds all gradients at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least (gpu/hopper)
 # Rows: at 64 channels they take 0.93 of the Triton kernels' time forwards
@@ -62,16 +63,27 @@ def _too_wide(problem: AnyProblem) -> str | None:
 
 
 def _triton_unsupported(problem: Problem) -> str | None:
-    return _too_wide(problem) or _triton_device_unsupported(
-        problem.device, problem.device_index, problem.dtype
-    )
+    head_dim, value_dim = problem.head_dim, problem.value_dim
+    if head_dim > WIDEST_HEAD or value_dim > WIDEST_VALUE:
+        takes = f"head_dim goes up to {WIDEST_HEAD} and value_dim up to {WIDEST_VALUE}"
+        return f"{takes}, not {head_dim} and {value_dim}"
+    at = problem.device, problem.device_index, problem.dtype
+    return _triton_device_unsupported(*at) or _memory_unsupported(*at, head_dim, value_dim, False)
+
+
+def _triton_backward_unsupported(problem: Problem) -> str | None:
+    head_dim, value_dim = problem.head_dim, problem.value_dim
+    if head_dim > WIDEST_VALUE:  # gradients of keys are a tile of sums as well
+        return f"gradients take a head_dim up to {WIDEST_VALUE}, not {head_dim}"
+    at = problem.device, problem.device_index, problem.dtype
+    return _triton_unsupported(problem) or _memory_unsupported(*at, head_dim, value_dim, True)
 
 
 def _hopper_unsupported(problem: Problem) -> str | None:
     """What TMA and WGMMA cannot serve, then what no Triton kernel can."""
     if problem.dtype not in (torch.bfloat16, torch.float16):
         return f"it takes bfloat16 and float16, not {str(problem.dtype).removeprefix('torch.')}"
-    if reason := _tma_unsupported(problem, problem.kv_len, problem.kv_heads):
+    if reason := _too_wide(problem) or _tma_unsupported(problem, problem.kv_len, problem.kv_heads):
         return reason
     if problem.dropout:
         return "it does not drop weights"
@@ -256,6 +268,36 @@ def _triton_device_unsupported(device: str, index: int | None, dtype: torch.dtyp
     return None
 
 
+@constant
+def _memory_unsupported(
+    device: str,
+    index: int | None,
+    dtype: torch.dtype,
+    head_dim: int,
+    value_dim: int,
+    backward: bool,
+) -> str | None:
+    """Why tiles of wide heads do not fit a GPU.
+
+    Products without tensor cores, of float32 and of Turing, have all operands in shared memory: 16
+    rows of each, float32 by the time that they are multiplied.
+    """
+    if max(head_dim, value_dim) <= WIDEST or device != "cuda" or torch.version.hip is not None:
+        return None
+    found = torch.cuda.get_device_properties(index)
+    if dtype != torch.float32 and found.major >= 8:
+        return None
+    needed = 64 * ((2 * head_dim + 2 * value_dim) if backward else (2 * head_dim + value_dim))
+    needed += 2048 if backward else 0  # pairs, and statistics of rows
+    held = found.shared_memory_per_block_optin
+    if needed <= held:
+        return None
+    return (
+        f"{'gradients of ' if backward else ''}heads of {head_dim} and {value_dim} channels take "
+        f"{needed >> 10} KB of shared memory without tensor cores; the GPU has {held >> 10}"
+    )
+
+
 def _has_machine_code(device: str, index: int | None) -> bool:
     """Whether kernels that were compiled ahead may do without Triton."""
     if device != "cuda" or not torch.cuda.is_available():
@@ -293,7 +335,10 @@ BACKENDS = (
         ATTENTION, ("backward",), "hopper",
         _hopper_backward_unsupported, _hopper_backward_not_preferred, _launch_note,
     ),
-    BackendEntry(ATTENTION, BOTH, "triton", _triton_unsupported, note=_launch_note),
+    BackendEntry(ATTENTION, ("forward",), "triton", _triton_unsupported, note=_launch_note),
+    BackendEntry(
+        ATTENTION, ("backward",), "triton", _triton_backward_unsupported, note=_launch_note
+    ),
     BackendEntry(ATTENTION, BOTH, "reference", _reference_unsupported),
     BackendEntry(PAGED, ("forward",), "cpu", _cpu_unsupported),
     BackendEntry(PAGED, ("forward",), "hopper", _hopper_unsupported, note=_paged_note),

@@ -28,7 +28,8 @@ class PagedDescription:
     """What a random case over pages is made from.
 
     `lengths` are (query, key) lengths, one pair a sequence; `memory` says what lies outermost in
-    the pool; `page_dtype` None is query's; `scattered`: pages lie in random order.
+    the pool; `page_dtype` None is query's; `scattered`: pages lie in random order; `latent`: values
+    are the first channels of keys, in the same memory.
 
     Examples:
         >>> description = saccade.testing.PagedDescription(lengths=((1, 9), (1, 4)))
@@ -51,6 +52,7 @@ class PagedDescription:
     score: str = "none"
     sinks: bool = False
     poison_hidden: bool = False
+    latent: bool = False
     scale: float | None = None
     seed: int = 0
     device: str = "cpu"
@@ -88,6 +90,10 @@ class PagedCase:
             name: tensor.to(dtype) if dtype and tensor.dtype not in QUANTISED_PAGES else tensor
             for name, tensor in self.tensors.items()
         }
+        if self.description.latent:
+            floating["value_pages"] = floating["key_pages"][..., : self.description.value_dim]
+            if "key_scales" in floating:
+                floating["value_scales"] = floating["key_scales"]
         bias = floating.pop("bias", None)
         score: Score | None = SCORES[self.description.score](self.description.alike, bias)
         options = {"mask": self.mask, "score": score, "scale": self.description.scale}
@@ -138,7 +144,8 @@ def make_paged_case(description: PagedDescription | None = None, **changes: Any)
     query_lens, kv_lens = (torch.tensor(lengths) for lengths in zip(*d.lengths, strict=True))
     table, num_pages = _page_table(d, kv_lens, generator)
     tensors = {}
-    for name, dim in (("key", d.head_dim), ("value", d.value_dim)):
+    pools = (("key", d.head_dim), ("value", d.value_dim))
+    for name, dim in pools[:1] if d.latent else pools:
         rows = normal(num_pages, d.kv_heads, d.page_size, dim)
         tensors |= _pool(d, name, rows, table, kv_lens)
     heads = d.kv_heads * d.group
@@ -221,7 +228,7 @@ def _poison_hidden(case: PagedCase) -> None:
     inside = row < inputs.kv_lens.long()[batch]
     batch, heads, row = batch[inside], heads[inside], row[inside]
     page = inputs.page_table.long()[batch, row // d.page_size]
-    for name in ("key", "value"):
+    for name in ("key",) if d.latent else ("key", "value"):
         kind = "scales" if f"{name}_scales" in case.tensors else "pages"
         case.tensors[f"{name}_{kind}"][page, heads, row % d.page_size] = torch.nan
 

@@ -97,7 +97,8 @@ def attention_paged(  # breaks function-length: most of it is the docstring
             [tokens, query_heads, head_dim]. The last query row stands at the sequence's end.
         key_pages: [num_pages, kv_heads, page_size, head_dim], any strides, 1 to 1024 slots a page;
             of query's dtype, or float8_e4m3fn or int8.
-        value_pages: [num_pages, kv_heads, page_size, value_dim], of key_pages' dtype.
+        value_pages: [num_pages, kv_heads, page_size, value_dim], of key_pages' dtype. Where it is a
+            view of their first channels (latent attention), GPUs read these once.
         page_table: int32 [batch, max_pages]; entries behind a sequence's last page are not read.
         kv_lens: int32 [batch]: tokens of each sequence in its pages, the new ones included.
         cu_seqlens_q: int32 [batch + 1], as in `attention_varlen`; None for a dense query.

@@ -44,8 +44,9 @@ class HopperChunkLaunch:
     """The kernel of a pass over the sequences of many query rows."""
 
     def __init__(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant):
-        self.spec, self.device = spec, inputs.query.device
+        self.device = inputs.query.device
         self.otherwise = PassLaunches(spec, of, self.device)
+        self.spec = spec = spec._replace(latent=False)  # TMA brings values by themselves
         problem = problem_of(spec, inputs, variant)
         chosen = configs.choose_paged(problem)
         widths = problem.head_width, problem.value_width

@@ -68,6 +68,30 @@ def test_mixed_batches(description: dict[str, Any]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"lengths": ((1, 33), (1, 90)), "dtype": F16, "head_dim": 576, "value_dim": 512},
+        {"lengths": MIXED, "packed": True, "mask": "causal", "page_dtype": I8},
+        {"lengths": ((70, 90),), "mask": "causal", "sinks": True, "page_size": 16},
+    ],
+    ids=str,
+)
+def test_values_that_are_a_part_of_keys(description: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"kv_heads": 1, "head_dim": 40, "value_dim": 33, "group": 5}
+    case = make_paged_case(**{**sizes, **description}, latent=True)
+    check(case)
+    (prepared,) = paged_host._forwards.values()
+    assert prepared.latent_passes is not None
+    apart = case.arguments()
+    apart["value_pages"] = apart["value_pages"].contiguous()
+    apart["key_pages"] = apart["key_pages"].contiguous()
+    with torch.no_grad():  # the same numbers where values lie by themselves
+        output = saccade.attention_paged(**apart, implementation="triton")
+    torch.testing.assert_close(output, case.run("triton")["output"], equal_nan=True)
+
+
+@interpreted
 @pytest.mark.parametrize("processors", [1, 3, 9])
 @pytest.mark.parametrize("mask", ["none", "causal"])
 def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, processors: int) -> None:

@@ -20,8 +20,9 @@ from saccade.gpu.kernel_args import (
     row_strides,
     view,
 )
-from saccade.gpu.launcher import Launch, current_device, next_width
+from saccade.gpu.launcher import Launch, current_device
 from saccade.gpu.signature import Number
+from saccade.gpu.wide_heads import tile_width, width_of
 from saccade.modifiers import intervals
 from saccade.modifiers.evaluate import index_range
 from saccade.modifiers.expression import Captured, Coordinates
@@ -190,8 +191,8 @@ class CallSpec(NamedTuple):
             "HEADS_PER_KV_HEAD": geometry.queries.heads // max(geometry.keys.heads, 1),
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
-            "HEAD_WIDTH": next_width(head_dim),
-            "VALUE_WIDTH": next_width(value_dim),
+            "HEAD_WIDTH": tile_width(head_dim),
+            "VALUE_WIDTH": tile_width(value_dim),
             "PRECISION": precision(inputs.query.dtype),
         }
         device = current_device(inputs.query)
@@ -222,7 +223,7 @@ class CallSpec(NamedTuple):
 
     def problem(self, which: str, call: tuple[Inputs, Variant]) -> KernelProblem:
         """What the config of one of its kernels depends on."""
-        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
+        width = width_of(self.constants)
         inputs, variant = call
         wide, masked = inputs.query.dtype == torch.float32, variant.mask != ""
         listed = masked and not self.packed and mask_functions(variant.mask).spans_read == 2

@@ -13,7 +13,6 @@ from saccade.gpu.language import is_hopper, tl, triton
 from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.gpu.tensor_view import (
     any_nonfinite,
-    load_rows,
     load_tile,
     nonfinite_rows,
     num_rows,
@@ -29,6 +28,7 @@ from saccade.gpu.tile_ranges import (
     nan_safe_start,
     next_of_both,
 )
+from saccade.gpu.wide_heads import load_parts, load_rest, within
 
 
 @triton.jit(do_not_specialize=["rules"])
@@ -50,9 +50,7 @@ def attention_forward(
     query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
     query_rows = query_start + tl.arange(0, QUERY_TILE)
     pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
-    query_tile = load_rows(
-        query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
-    )
+    query_tiles = load_parts(query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH)
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_rows, query_len, kv_len)
     tile_range = rules.mask.tile_range(
         rules.mask,
@@ -76,7 +74,7 @@ def attention_forward(
         for index in range(0, tile_range.num_full):  # full tiles: no mask arithmetic
             following = rules.mask.tile(rules.mask, tile_range, index + 1, True)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
+                key, value, rules, at, query_tiles, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, False, False,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
@@ -88,7 +86,7 @@ def attention_forward(
         for index in range(0, tile_range.num_partial):  # partial tiles: pair by pair
             following = rules.mask.tile(rules.mask, tile_range, index + 1, False)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state,
+                key, value, rules, at, query_tiles, tile * KV_TILE, ahead, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, PRECISION, True, False,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
@@ -98,15 +96,15 @@ def attention_forward(
         for index in range(0, tile_range.num_partial + tile_range.num_full):
             following = next_of_both(rules.mask, tile_range, index + 1)
             state = fold_tile(
-                key, value, rules, at, query_tile, tile * KV_TILE, ahead, state, HEAD_DIM,
+                key, value, rules, at, query_tiles, tile * KV_TILE, ahead, state, HEAD_DIM,
                 VALUE_DIM, KV_TILE, PRECISION, True, False, index < tile_range.num_partial,
             )  # fmt: skip
             tile, ahead = following, key.ahead(key, batch, following * KV_TILE, kv_len, KV_TILE)
     if rules.mask.visible is not None and any_nonfinite(state[2], True):
         # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN): once more, NaN-safe. The
         # queries are read again, or they would take registers all the time.
-        query_tile = load_rows(
-            query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+        query_tiles = load_parts(
+            query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH
         )
         row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
@@ -114,7 +112,7 @@ def attention_forward(
             kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
             found = key.ahead(key, batch, kv_start, kv_len, NAN_SAFE_ROWS)
             state = fold_tile(
-                key, value, rules, at, query_tile, kv_start, found, state,
+                key, value, rules, at, query_tiles, kv_start, found, state,
                 HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, PRECISION, True, True,
             )  # fmt: skip
 
@@ -129,7 +127,7 @@ def attention_forward(
 
 @triton.jit
 def fold_tile(
-    key, value, rules, at, query_tile, kv_start, ahead, state,
+    key, value, rules, at, query_tiles, kv_start, ahead, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
     PRECISION: tl.constexpr, PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr, is_partial=True,
 ):  # fmt: skip
@@ -141,23 +139,37 @@ def fold_tile(
     """
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
     row_max, row_sum, weighted_sum = state
+    query_tile = query_tiles[0]
+    HEAD_WIDTH: tl.constexpr = query_tile.shape[1]
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
-        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not PARTIAL,
-        ahead=ahead,
-    )  # fmt: skip
-    value_tile = load_tile(  # [KV_TILE, VALUE_WIDTH]
-        value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
+        key, batch, kv_head, kv_start, kv_len, KV_TILE, within(HEAD_DIM, HEAD_WIDTH), HEAD_WIDTH,
         not PARTIAL, ahead=ahead,
     )  # fmt: skip
+    if HEAD_DIM > HEAD_WIDTH:
+        key_rest = load_rest(
+            key, ahead, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, HEAD_WIDTH, not PARTIAL
+        )
+    if value is None:  # a value is the first channels of its key
+        value_tile = key_tile
+    else:
+        value_tile = load_tile(  # [KV_TILE, VALUE_WIDTH]
+            value, batch, kv_head, kv_start, kv_len, KV_TILE, VALUE_DIM, weighted_sum.shape[1],
+            not PARTIAL, ahead=ahead,
+        )  # fmt: skip
     if NAN_SAFE:
         nonfinite_query, nonfinite_value = nonfinite_rows(query_tile), nonfinite_rows(value_tile)
         nonfinite = nonfinite_query[:, None] | (nonfinite_value | nonfinite_rows(key_tile))[None, :]
+        if HEAD_DIM > HEAD_WIDTH:
+            nonfinite = nonfinite | nonfinite_rows(query_tiles[1])[:, None]
+            nonfinite = nonfinite | nonfinite_rows(key_rest)[None, :]
         query_tile = without(nonfinite_query, query_tile)
         value_tile = without(nonfinite_value, value_tile)
 
     # [QUERY_TILE, KV_TILE]
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+    if HEAD_DIM > HEAD_WIDTH:
+        scores = tl.dot(query_tiles[1], tl.trans(key_rest), scores, input_precision=PRECISION)
     shift = kv_len - query_len
     if rules.score is not None:
         scores = rules.score.change(

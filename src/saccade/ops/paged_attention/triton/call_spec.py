@@ -29,6 +29,7 @@ from saccade.gpu.planning import varies_by
 from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View
 from saccade.gpu.tile_ranges import Mask
+from saccade.gpu.wide_heads import tile_width, width_of
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import configs as paged_configs
 from saccade.ops.paged_attention.triton import decode, split_kv
@@ -51,9 +52,10 @@ class PagedCallSpec(NamedTuple):
     multiprocessors: int
     constants: dict[str, Any]  # of the attention kernel
     wide: bool
+    latent: bool  # whether a value is the first channels of its key, and is read once with it
 
     @staticmethod
-    def of(inputs: PagedInputs) -> PagedCallSpec:
+    def of(inputs: PagedInputs, latent: bool = False) -> PagedCallSpec:
         """What a call shares with others, from its tensors."""
         query, packed = inputs.query, inputs.cu_seqlens_q is not None
         length = query.shape[0] if packed else query.shape[2]
@@ -63,15 +65,15 @@ class PagedCallSpec(NamedTuple):
             "GROUP": max(heads // max(kv_heads, 1), 1),
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
-            "HEAD_WIDTH": next_width(head_dim),
-            "VALUE_WIDTH": next_width(value_dim),
+            "HEAD_WIDTH": tile_width(head_dim),
+            "VALUE_WIDTH": tile_width(value_dim),
             "PAGE_SIZE": inputs.page_size,
             "PRECISION": precision(query.dtype),
         }
         return PagedCallSpec(
             Extent(inputs.batch, length, heads, packed), current_device(query),
             call_spec.architecture(query), call_spec.multiprocessors(query), constants,
-            query.dtype == torch.float32,
+            query.dtype == torch.float32, latent,
         )  # fmt: skip
 
     def passes(
@@ -143,7 +145,8 @@ class PagedCallSpec(NamedTuple):
         steps = [n for tensor in pages for n in (*tensor.stride()[:3], tensor.storage_offset())]
         dims = [tensor.shape[3] for tensor in pages]
         quantised = inputs.quantised and not self.wide
-        return quantised and min(widths) >= 32 and not any(n % 2 for n in (*steps, *dims))
+        whole = min(widths) >= 32 and max(dims) <= max(widths)  # a rest is not read so
+        return quantised and whole and not self.latent and not any(n % 2 for n in (*steps, *dims))
 
     def _config(
         self,
@@ -153,11 +156,11 @@ class PagedCallSpec(NamedTuple):
         rows: int,
         requested: KernelConfig,
     ) -> PagedConfig:
-        width = max(self.constants["HEAD_WIDTH"], self.constants["VALUE_WIDTH"])
+        width = width_of(self.constants)
         problem = PagedProblem(
             self.architecture, chunks, width, self.wide, self.constants["GROUP"], rows,
             inputs.key_pages.dtype.itemsize == 1, reads_by_pair(variant),
-            not (variant.mask or variant.score),
+            not (variant.mask or variant.score), self.latent,
         )  # fmt: skip
         return paged_configs.choose(problem, requested)
 
@@ -195,7 +198,8 @@ class PagedCallSpec(NamedTuple):
         )
 
     def pages(self, inputs: PagedInputs) -> tuple[View | None, ...]:
-        """Views of the pages of keys and values, and of their scales if there are any."""
+        """Views of the pages of keys and values, and of their scales if there are any; None where
+        values are read with keys."""
         table = inputs.page_table
         num_pages, _, page_size, _ = inputs.key_pages.shape
         reached = table.shape[1] * page_size if num_pages else 0
@@ -215,7 +219,12 @@ class PagedCallSpec(NamedTuple):
         return tuple(
             map(
                 of,
-                (inputs.key_pages, inputs.value_pages, inputs.key_scales, inputs.value_scales),
+                (
+                    inputs.key_pages,
+                    None if self.latent else inputs.value_pages,
+                    inputs.key_scales,
+                    inputs.value_scales,
+                ),
             )
         )
 
@@ -231,6 +240,23 @@ def reads_by_pair(variant: Variant) -> bool:
     """Whether a mask or score may read a captured tensor for each pair."""
     of_mask = any(table.dim() > 2 for table in variant.mask_captured.tensors)
     return of_mask or any(table.dim() > 1 for table in variant.score_captured.tensors)
+
+
+def may_be_latent(inputs: PagedInputs) -> bool:
+    """Whether values can be the first channels of keys, by all but their addresses."""
+    key, value = inputs.key_pages, inputs.value_pages
+    widths = [tile_width(pages.shape[3]) for pages in (key, value)]
+    return (
+        value.shape[3] <= key.shape[3]
+        and widths[0] == widths[1]
+        and key.shape[:3] == value.shape[:3]
+        and key.stride() == value.stride()
+    )
+
+
+def is_latent(inputs: PagedInputs) -> bool:
+    """Whether pages hold values once, as the first channels of keys, where they may."""
+    return inputs.key_pages.data_ptr() == inputs.value_pages.data_ptr()
 
 
 def made_regular(inputs: PagedInputs) -> PagedInputs:

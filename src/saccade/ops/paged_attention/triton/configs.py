@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from saccade.ops.attention.triton.configs import WIDTHS, check
+from saccade.ops.attention.triton.configs import NARROW, WIDTHS, check
 from saccade.runtime.spec import KernelConfig
 
 
@@ -36,6 +36,7 @@ class PagedProblem(NamedTuple):
     converted: bool = False  # pages of eight bits, which take registers to convert
     by_pair: bool = False  # mask or score reads a captured tensor for each pair
     plain: bool = False  # neither mask nor score, which take registers too
+    latent: bool = False  # values are the first channels of keys, and are read with them
 
 
 CONVERTS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")  # float8_e4m3fn, that is
@@ -49,7 +50,7 @@ LARGEST_GROUP = 64  # query heads that share a tile; a larger group reads its ke
 
 Row = tuple[tuple[int, int, int, int, int], ...]
 
-# Columns: configs.WIDTHS. Chunks have smaller tiles where more is done for each pair.
+# Columns: configs.WIDTHS up to NARROW. Chunks have smaller tiles where more is done for each pair.
 _FEW: dict[str, Row] = {
     "sm_75": ((16, 32, 4, 1, 2), (16, 32, 4, 1, 2), (16, 16, 4, 1, 2), (16, 16, 8, 1, 1)),
     "sm_80": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 64, 4, 3, 2), (16, 32, 4, 3, 2)),
@@ -91,14 +92,32 @@ _FEW_CONVERTED: dict[str, Row] = {
 _FEW_PLAIN: dict[str, Row] = {
     "sm_90": ((16, 128, 4, 3, 2), (16, 128, 4, 3, 2), (16, 128, 4, 3, 1), (16, 32, 4, 4, 2)),
 }
+# Of more channels: sequences of few query rows, by 16 and by 32 rows of a tile, and chunks.
+_WIDE: dict[str, Row] = {
+    "sm_75": ((16, 16, 8, 1, 1), (16, 16, 8, 1, 1), (16, 16, 8, 1, 1)),
+    "sm_80": ((16, 32, 8, 3, 1), (32, 32, 8, 2, 1), (16, 32, 8, 2, 1)),
+    "sm_86": ((16, 16, 8, 2, 1), (16, 16, 8, 2, 1), (16, 16, 8, 2, 1)),
+    "sm_90": ((16, 32, 8, 3, 1), (32, 32, 8, 2, 1), (16, 32, 8, 2, 1)),
+    "sm_100": ((16, 32, 8, 3, 1), (32, 32, 8, 2, 1), (16, 32, 8, 2, 1)),
+    "gfx942": ((16, 16, 4, 1, 1), (16, 16, 4, 1, 1), (16, 16, 4, 1, 1)),
+}
+# The same where values are read with keys, which halves the bytes of a tile.
+_LATENT: dict[str, Row] = _WIDE | {
+    "sm_80": ((16, 64, 8, 2, 1), (32, 32, 8, 3, 1), (32, 32, 8, 2, 1)),
+    "sm_86": ((16, 32, 8, 3, 1), (32, 16, 8, 2, 1), (16, 32, 8, 2, 1)),
+    "sm_90": ((16, 64, 8, 3, 1), (32, 32, 8, 3, 1), (32, 32, 8, 2, 1)),
+    "sm_100": ((16, 64, 8, 3, 1), (32, 32, 8, 3, 1), (32, 32, 8, 2, 1)),
+}
 _ALIKE = {"sm_89": "sm_86", "sm_120": "sm_86"}
 _MOST_FEW = 64  # rows of a tile that is read for few query rows
 
 
 def default(problem: PagedProblem) -> PagedConfig:
     """The config in the tables above; tiles of few rows hold all of them, if they can."""
-    column = next(column for column, widest in enumerate(WIDTHS) if problem.width <= widest)
     architecture = _ALIKE.get(problem.architecture, problem.architecture)
+    if problem.width > NARROW:
+        return _of_wide_heads(problem, "sm_75" if problem.wide else architecture)
+    column = next(column for column, widest in enumerate(WIDTHS) if problem.width <= widest)
     busy = problem.by_pair or (problem.converted and architecture != "sm_75")
     chunks = _BUSY_CHUNKS if busy else _CHUNKS
     row = (chunks if problem.chunks else _FEW)[architecture]
@@ -116,6 +135,15 @@ def default(problem: PagedProblem) -> PagedConfig:
     if rows <= 16 and architecture in special:
         return PagedConfig(*special[architecture][column])
     return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config
+
+
+def _of_wide_heads(problem: PagedProblem, architecture: str) -> PagedConfig:
+    rows = max(problem.rows, min(problem.group, LARGEST_GROUP))
+    table = _LATENT if problem.latent else _WIDE
+    config = PagedConfig(*table[architecture][2 if problem.chunks else int(rows > 16)])
+    if problem.converted:  # which takes registers
+        config = config._replace(kv_tile=max(config.kv_tile // 2, 16))
+    return config
 
 
 def choose(problem: PagedProblem, requested: KernelConfig) -> PagedConfig:

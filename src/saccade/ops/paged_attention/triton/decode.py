@@ -26,7 +26,6 @@ from saccade.gpu.paged_view import (
     slots_of,
 )
 from saccade.gpu.tensor_view import (
-    load_rows,
     nonfinite_rows,
     num_rows,
     pad_results,
@@ -36,6 +35,7 @@ from saccade.gpu.tensor_view import (
     without,
 )
 from saccade.gpu.tile_ranges import next_in_range
+from saccade.gpu.wide_heads import load_parts, load_rest_of_slots, within
 from saccade.ops.paged_attention.triton.split_kv import (
     BEGUN,
     GROUPS,
@@ -183,15 +183,15 @@ def attention_pages(
             query, key, batch, tiled_head, tile, tl.arange(0, META.QUERY_TILE),
             GROUP, HEADS_IN_TILE, TOKENS,
         )  # fmt: skip
-        query_tile = load_rows(  # [QUERY_TILE, HEAD_WIDTH]
-            query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH, False
+        query_tiles = load_parts(  # [QUERY_TILE, HEAD_WIDTH]
+            query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH
         )
         row_max, row_sum = start_softmax(sinks, at[2], META.QUERY_TILE)
         if sinks is not None:  # which belong to the first split
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
         if META.PAIRED:
-            query_tile = paired_query(query_tile)
+            query_tiles = paired_query(query_tiles[0])
             sums = start_paired_sums(value_scales, META.QUERY_TILE, VALUE_WIDTH)
         else:
             sums = tl.zeros([META.QUERY_TILE, VALUE_WIDTH], tl.float32)
@@ -207,7 +207,7 @@ def attention_pages(
                 next_start = next_in_range(None, tile_range, number + 1, True) * META.KV_TILE
                 next_page = find_page(key, batch, next_start, at[5], META.KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
-                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+                key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, META.KV_TILE,
                 META.PRECISION, False, META.PAIRED,
             )  # fmt: skip
@@ -223,7 +223,7 @@ def attention_pages(
                 next_start = next_in_range(None, tile_range, number + 1, False) * META.KV_TILE
                 next_page = find_page(key, batch, next_start, at[5], META.KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
-                key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+                key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, META.KV_TILE,
                 META.PRECISION, True, META.PAIRED,
             )  # fmt: skip
@@ -274,7 +274,7 @@ def rows_of_tile(
 
 @triton.jit
 def fold_pages(
-    key, value, key_scales, value_scales, rules, at, query_tile, page, kv_start, state,
+    key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
     PRECISION: tl.constexpr, PARTIAL: tl.constexpr, PAIRED: tl.constexpr,
@@ -287,6 +287,7 @@ def fold_pages(
     """
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
+    DTYPE: tl.constexpr = query_tiles[0].dtype
     PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
     if page is None:
         page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not PARTIAL)
@@ -294,18 +295,27 @@ def fold_pages(
     kv_rows = kv_start + tl.arange(0, ROWS)
     exists = (kv_rows < kv_len)[:, None]
     stored_keys = load_slots(  # [ROWS, HEAD_WIDTH // PACKED]
-        key, kv_head, position, exists, HEAD_DIM // PACKED, HEAD_WIDTH // PACKED, not PARTIAL
-    )
-    stored_values = load_slots(  # [ROWS, VALUE_WIDTH // PACKED]
-        value, kv_head, position, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED, not PARTIAL
-    )
+        key, kv_head, position, exists, within(HEAD_DIM, HEAD_WIDTH) // PACKED,
+        HEAD_WIDTH // PACKED, not PARTIAL,
+    )  # fmt: skip
+    if HEAD_DIM > HEAD_WIDTH:
+        stored_rest = load_rest_of_slots(
+            key, kv_head, position, exists, HEAD_DIM, HEAD_WIDTH, not PARTIAL
+        )
+    if value is None:  # a value is the first channels of its key
+        stored_values = stored_keys
+    else:
+        stored_values = load_slots(  # [ROWS, VALUE_WIDTH // PACKED]
+            value, kv_head, position, exists, VALUE_DIM // PACKED, VALUE_WIDTH // PACKED,
+            not PARTIAL,
+        )  # fmt: skip
     value_factors = None
     if value_scales is not None:
         value_factors = load_scales(value_scales, kv_head, position, exists, ROWS)
     if PAIRED:
         values = as_halves(stored_values, PAIRED == BY_PTX)
     else:
-        values = value_numbers(stored_values, value_factors, query_tile.dtype)
+        values = value_numbers(stored_values, value_factors, DTYPE)
     if PARTIAL and rules.mask.visible is not None:
         # Hidden is selected away, but 0 · NaN is NaN: a nonfinite value becomes 0, its score NaN.
         nonfinite = (
@@ -322,10 +332,13 @@ def fold_pages(
             values = without(nonfinite, values)
 
     if PAIRED:  # scores: [QUERY_TILE, ROWS]
-        scores = paired_scores(query_tile, stored_keys, PAIRED == BY_PTX)
+        scores = paired_scores(query_tiles, stored_keys, PAIRED == BY_PTX)
     else:
-        key_tile = as_numbers(stored_keys, query_tile.dtype)
-        scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
+        key_tile = as_numbers(stored_keys, DTYPE)
+        scores = tl.dot(query_tiles[0], tl.trans(key_tile), input_precision=PRECISION)
+        if HEAD_DIM > HEAD_WIDTH:
+            key_rest = as_numbers(stored_rest, DTYPE)
+            scores = tl.dot(query_tiles[1], tl.trans(key_rest), scores, input_precision=PRECISION)
     if key_scales is not None:
         scores = scores * load_scales(key_scales, kv_head, position, exists, ROWS)[None, :]
     shift = kv_len - query_len
@@ -351,10 +364,10 @@ def fold_pages(
     if PAIRED:
         sums = add_paired_values(sums, values[0], values[1], value_factors, weights, rescale)
     else:
-        if value_scales is not None and tl.float16 != query_tile.dtype:
+        if value_scales is not None and tl.float16 != DTYPE:
             weights = weights * value_factors[None, :]
         sums = tl.dot(  # [QUERY_TILE, VALUE_WIDTH]
-            weights.to(query_tile.dtype), values, sums * rescale[:, None],
+            weights.to(DTYPE), values, sums * rescale[:, None],
             input_precision=PRECISION,
         )  # fmt: skip
     return row_max, row_sum, sums

@@ -20,16 +20,19 @@ from saccade.gpu.kernel_args import Rules, mask_argument, mask_functions, score_
 from saccade.gpu.language import tl
 from saccade.gpu.launcher import Launch
 from saccade.gpu.tensor_view import View
+from saccade.gpu.wide_heads import width_of
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.call_spec import memory_like, remembered
-from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.attention.triton.configs import NARROW, KernelProblem
 from saccade.ops.attention.triton.forward import attention_forward
 from saccade.ops.paged_attention.triton.call_spec import (
     ANY_NUMBER,
     PagedCallSpec,
     Pass,
     in_pairs,
+    is_latent,
     made_regular,
+    may_be_latent,
     signature,
 )
 from saccade.ops.paged_attention.triton.decode import (
@@ -164,16 +167,22 @@ class PagedForward:
     ):
         self.regular = made_regular(inputs) is inputs
         inputs, self.requested = made_regular(inputs), config
-        spec = PagedCallSpec.of(inputs)
-        passes = spec.passes(inputs, variant, config, batch_invariant)
-        self.passes = [
-            self.launches(spec, of, inputs, variant)
-            for of in with_long_chunks(spec, passes, inputs, variant, config)
-        ]
+        self.batch_invariant, self.may_be_latent = batch_invariant, may_be_latent(inputs)
+        self.passes = self._started(inputs, variant, latent=False)
+        self.latent_passes: list[Any] | None = None
         packed = inputs.cu_seqlens_q is not None
         self.output, self.lse = map(
             memory_like, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
         )
+
+    def _started(self, inputs: PagedInputs, variant: Variant, latent: bool) -> list[Any]:
+        """What starts the kernels of each pass."""
+        spec = PagedCallSpec.of(inputs, latent)
+        passes = spec.passes(inputs, variant, self.requested, self.batch_invariant)
+        return [
+            self.launches(spec, of, inputs, variant)
+            for of in with_long_chunks(spec, passes, inputs, variant, self.requested)
+        ]
 
     def launches(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant) -> Any:
         """What starts the kernels of a pass."""
@@ -189,7 +198,12 @@ class PagedForward:
         captured = variant.mask_captured.tensors, variant.score_captured.tensors
         brought = (*inputs, *captured[0], *captured[1], output, lse)
         tensors = tuple([tensor for tensor in brought if tensor is not None])
-        for launches in self.passes:
+        passes = self.passes
+        if self.may_be_latent and is_latent(inputs):
+            if self.latent_passes is None:
+                self.latent_passes = self._started(inputs, variant, latent=True)
+            passes = self.latent_passes
+        for launches in passes:
             launches(inputs, variant, output, lse, tensors)
         return output, lse
 
@@ -272,14 +286,14 @@ class ChunkLaunch:
         data = (*queries.data, self.fewest)
         return queries._replace(find=paged_view.chunk_program, data=data)
 
-    def _pages(self, inputs: PagedInputs) -> list[View]:
-        views = (view for view in self.spec.pages(inputs)[:2] if view is not None)
+    def _pages(self, inputs: PagedInputs) -> list[View | None]:
         size = tl.constexpr(self.page_size)
         return [
-            view._replace(
+            view
+            and view._replace(
                 data=(*view.data, size), ahead=paged_view.pages_ahead, rows=paged_view.in_pages
             )
-            for view in views
+            for view in self.spec.pages(inputs)[:2]
         ]
 
 
@@ -307,9 +321,10 @@ def with_long_chunks(
 
 def chunk_config(spec: PagedCallSpec, variant: Variant, requested: KernelConfig) -> KernelConfig:
     """The config of the dense kernel: the same for any batch, packed or not."""
-    width = max(spec.constants["HEAD_WIDTH"], spec.constants["VALUE_WIDTH"])
+    width = width_of(spec.constants)
     masked = variant.mask != ""
-    problem = KernelProblem(spec.architecture, "forward", width, spec.wide, masked)
+    latent = spec.latent and width > NARROW
+    problem = KernelProblem(spec.architecture, "forward", width, spec.wide, masked, latent=latent)
     return configs.choose(problem, requested, configs.tuned())
 
 
