@@ -92,7 +92,7 @@ def test_the_absorbed_form_is_exact() -> None:
     # to_value, times weights that sum to 1, times the output's projection. Each of the two forms
     # rounds each sum once a term.
     projections = layer.kv_b_proj.weight, layer.o_proj.weight
-    largest = [float(weight.abs().sum(1).max()) for weight in projections]
+    largest = [float(weight.detach().abs().sum(1).max()) for weight in projections]
     terms = LATENT["kv_lora_rank"] + 40 + 9 + layer.o_proj.in_features
     bound = 2 * terms * torch.finfo(torch.float64).eps * largest[0] * largest[1] * 32**0.5
     torch.testing.assert_close(found, exact, rtol=0, atol=bound)
