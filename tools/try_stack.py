@@ -126,7 +126,7 @@ def main(arguments: list[str]) -> int:
     environment = read.folder.resolve() / stack.name
     try:
         prepare(environment, stack)
-        paths = list(SAMPLE) if read.sample else read.paths
+        paths: list[str] = [*SAMPLE] if read.sample else read.paths
         found = run(environment, paths, [f"-n{read.workers}", *options])
     except subprocess.CalledProcessError as error:
         print(f"error: {shlex.join(map(str, error.cmd))} exited with {error.returncode}")

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import saccade
-from saccade.integrations.transformers import LatentLayers
+from saccade.integrations.transformers import LatentLayers, register
 from saccade.serving.model import AlonePass
 
 LATENT = {
@@ -64,8 +64,8 @@ def test_a_latent_is_kept_once_and_served_in_its_absorbed_form() -> None:
 class Adapted(torch.nn.Linear):
     """A projection that is more than its weight says."""
 
-    def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        return super().forward(rows) + rows.sum(-1, keepdim=True)
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + input.sum(-1, keepdim=True)
 
 
 def test_a_projection_with_an_adapter_is_not_absorbed() -> None:
@@ -78,7 +78,7 @@ def test_a_projection_with_an_adapter_is_not_absorbed() -> None:
 def test_the_absorbed_form_is_exact() -> None:
     """In float64 nothing but the order of sums is left between the two forms."""
     model = made("deepseek_v3", LATENT).double()
-    saccade.integrations.transformers.register()
+    register()
     model.set_attn_implementation("saccade")
     latent = LatentLayers.of(model)
     assert latent is not None

@@ -484,7 +484,8 @@ class PagedCache:
         made: Any = {"dtype": torch.int32, "device": "cpu", "pin_memory": self._on_gpu}
         table = torch.tensor(rows, **made).view(len(held), width)
         lens = torch.tensor([each.length for each in held], **made)
-        return tuple(each.to(self.device, non_blocking=self._on_gpu) for each in (table, lens))
+        there: Any = {"device": self.device, "non_blocking": self._on_gpu}
+        return table.to(**there), lens.to(**there)
 
     def _mend(self) -> None:
         """Count again what an exception in the middle of the last call left half counted."""

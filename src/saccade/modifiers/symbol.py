@@ -307,7 +307,7 @@ def _pow(trace: Trace, value: Any, exponent: Any) -> Symbol:
         return trace.apply("/", trace.symbol(trace.literal(1.0)), _pow(trace, value, -exponent))
     if isinstance(exponent, float):
         value = as_kind(trace, value, REAL)
-    factors = [value] * int(whole) + [trace.apply("sqrt", value)] * (half == 0.5)
+    factors = [value] * int(whole or 0) + [trace.apply("sqrt", value)] * (half == 0.5)
     if not factors:
         return _filled(trace, trace.symbol(trace.constant(value)), 1, None)
     return functools.reduce(

@@ -62,7 +62,7 @@ class LatentLayers:
         A projection that is more than a weight (quantised, with an adapter, a bias or hooks)
         cannot: its layers attend with keys and values for each head.
         """
-        attending = [
+        attending: list[Any] = [
             each for each in model.modules() if isinstance(getattr(each, "layer_idx", None), int)
         ]
         layers = {each.layer_idx: each for each in attending if hasattr(each, "kv_b_proj")}

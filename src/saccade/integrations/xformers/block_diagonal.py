@@ -93,11 +93,11 @@ class BlockDiagonalMask(PackedBias):
         device: Any = None,
     ) -> Self:
         """The mask of sequences of these lengths; of keys as of queries where left out."""
-        q_seqlen, kv_seqlen = listed(q_seqlen), listed(kv_seqlen)
-        q_seqinfo = query_sequences(q_seqlen, q_seqlen if kv_seqlen is None else kv_seqlen, device)
-        if kv_seqlen is None or list(kv_seqlen) == list(q_seqlen):
+        queries, keys = listed(q_seqlen), listed(kv_seqlen)
+        q_seqinfo = query_sequences(queries, queries if keys is None else keys, device)
+        if keys is None or list(keys) == list(queries):
             return cls(q_seqinfo, q_seqinfo)
-        return cls(q_seqinfo, SeqLenInfo.from_seqlens(kv_seqlen, device=device))
+        return cls(q_seqinfo, SeqLenInfo.from_seqlens(keys, device=device))
 
     @classmethod
     def from_tensor_list(cls, tensors: Sequence[Tensor]) -> tuple[Self, Tensor]:

@@ -80,9 +80,9 @@ class BlockDiagonalPaddedKeysMask(PackedBias):
 def _padded(
     q_seqlen: Iterable[int], kv_padding: int, kv_seqlen: Iterable[int], device: Any
 ) -> tuple[SeqLenInfo, PaddedSeqLenInfo]:
-    q_seqlen, kv_seqlen = listed(q_seqlen), listed(kv_seqlen)
-    q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
-    slabs = PaddedSeqLenInfo.from_seqlens_padded(kv_seqlen, kv_padding, device=device)
+    queries, keys = listed(q_seqlen), listed(kv_seqlen)
+    q_seqinfo = query_sequences(queries, keys, device)
+    slabs = PaddedSeqLenInfo.from_seqlens_padded(keys, kv_padding, device=device)
     return q_seqinfo, slabs
 
 
@@ -90,9 +90,9 @@ def _gappy(
     q_seqlen: Iterable[int], kv_seqstarts: Sequence[int], kv_seqlen: Iterable[int], paged: bool,
     device: Any,
 ) -> tuple[SeqLenInfo, GappySeqInfo]:  # fmt: skip
-    q_seqlen, kv_seqlen = listed(q_seqlen), listed(kv_seqlen)
-    q_seqinfo = query_sequences(q_seqlen, kv_seqlen, device)
-    gappy = GappySeqInfo.from_seqlens_gappy(kv_seqstarts, kv_seqlen, paged, device=device)
+    queries, keys = listed(q_seqlen), listed(kv_seqlen)
+    q_seqinfo = query_sequences(queries, keys, device)
+    gappy = GappySeqInfo.from_seqlens_gappy(kv_seqstarts, keys, paged, device=device)
     return q_seqinfo, gappy
 
 
