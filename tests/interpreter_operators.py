@@ -120,7 +120,8 @@ class _Types:
         addresses: dict[tuple[str, str], Any] = {}
 
         def add(left: Any, right: Any, **options: Any) -> Any:
-            if right.__class__ is not tensor or not left.type.scalar.is_ptr():
+            both = left.__class__ is tensor and right.__class__ is tensor
+            if not both or not left.type.scalar.is_ptr():
                 return add_numbers(left, right, **options)
             types = left.type.name, right.type.name
             found = addresses.get(types, _UNKNOWN)

@@ -68,15 +68,22 @@ def _triton_unsupported(problem: Problem) -> str | None:
         takes = f"head_dim goes up to {WIDEST_HEAD} and value_dim up to {WIDEST_VALUE}"
         return f"{takes}, not {head_dim} and {value_dim}"
     at = problem.device, problem.device_index, problem.dtype
-    return _triton_device_unsupported(*at) or _memory_unsupported(*at, head_dim, value_dim, False)
+    if reason := _triton_device_unsupported(*at):
+        return reason
+    # Asked of wide heads alone: torch.compile hands over no number that may change.
+    if max(head_dim, value_dim) <= WIDEST:
+        return None
+    return _memory_unsupported(*at, head_dim, value_dim, False)
 
 
 def _triton_backward_unsupported(problem: Problem) -> str | None:
     head_dim, value_dim = problem.head_dim, problem.value_dim
     if head_dim > WIDEST_VALUE:  # gradients of keys are a tile of sums as well
         return f"gradients take a head_dim up to {WIDEST_VALUE}, not {head_dim}"
+    if (reason := _triton_unsupported(problem)) or max(head_dim, value_dim) <= WIDEST:
+        return reason
     at = problem.device, problem.device_index, problem.dtype
-    return _triton_unsupported(problem) or _memory_unsupported(*at, head_dim, value_dim, True)
+    return _memory_unsupported(*at, head_dim, value_dim, True)
 
 
 def _hopper_unsupported(problem: Problem) -> str | None:
