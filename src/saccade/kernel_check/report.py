@@ -88,8 +88,8 @@ def excuse(compiled: Compiled) -> str:
     architecture, call = compiled.job.architecture, compiled.job.call
     if isinstance(call, LinearCall):
         return linear_configs.SPILLING
-    if isinstance(call, PagedCall) and usage.looped <= FEW:
-        return "a few numbers, once a tile, which rows wait for memory to bring"
+    if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
+        return "a few numbers, once a tile, which short chunks wait for memory to bring"
     if isinstance(call, PagedCall):
         return configs.every_tile_spills(architecture, call.dtype == "fp32", call.head_dim)
     if which in ROLES and call.mask in (*READ_BY_PAIR, "documents"):

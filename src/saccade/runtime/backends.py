@@ -68,22 +68,13 @@ def _triton_unsupported(problem: Problem) -> str | None:
         takes = f"head_dim goes up to {WIDEST_HEAD} and value_dim up to {WIDEST_VALUE}"
         return f"{takes}, not {head_dim} and {value_dim}"
     at = problem.device, problem.device_index, problem.dtype
-    if reason := _triton_device_unsupported(*at):
-        return reason
-    # Asked of wide heads alone: torch.compile hands over no number that may change.
-    if max(head_dim, value_dim) <= WIDEST:
-        return None
-    return _memory_unsupported(*at, head_dim, value_dim, False)
+    return _triton_device_unsupported(*at) or _tiles_unsupported(problem, backward=False)
 
 
 def _triton_backward_unsupported(problem: Problem) -> str | None:
-    head_dim, value_dim = problem.head_dim, problem.value_dim
-    if head_dim > WIDEST_VALUE:  # gradients of keys are a tile of sums as well
-        return f"gradients take a head_dim up to {WIDEST_VALUE}, not {head_dim}"
-    if (reason := _triton_unsupported(problem)) or max(head_dim, value_dim) <= WIDEST:
-        return reason
-    at = problem.device, problem.device_index, problem.dtype
-    return _memory_unsupported(*at, head_dim, value_dim, True)
+    if problem.head_dim > WIDEST_VALUE:  # gradients of keys are a tile of sums as well
+        return f"gradients take a head_dim up to {WIDEST_VALUE}, not {problem.head_dim}"
+    return _triton_unsupported(problem) or _tiles_unsupported(problem, backward=True)
 
 
 def _hopper_unsupported(problem: Problem) -> str | None:
@@ -275,6 +266,15 @@ def _triton_device_unsupported(device: str, index: int | None, dtype: torch.dtyp
     return None
 
 
+def _tiles_unsupported(problem: Problem, backward: bool) -> str | None:
+    """Why tiles of wide heads do not fit a GPU; narrow ones fit any."""
+    head_dim, value_dim = problem.head_dim, problem.value_dim
+    if max(head_dim, value_dim) <= WIDEST:  # the numbers of others may change in torch.compile
+        return None
+    at = problem.device, problem.device_index, problem.dtype
+    return _memory_unsupported(*at, head_dim, value_dim, backward)
+
+
 @constant
 def _memory_unsupported(
     device: str,
@@ -284,12 +284,12 @@ def _memory_unsupported(
     value_dim: int,
     backward: bool,
 ) -> str | None:
-    """Why tiles of wide heads do not fit a GPU.
+    """Why a GPU's shared memory is too small for tiles of so many channels.
 
     Products without tensor cores, of float32 and of Turing, have all operands in shared memory: 16
     rows of each, float32 by the time that they are multiplied.
     """
-    if max(head_dim, value_dim) <= WIDEST or device != "cuda" or torch.version.hip is not None:
+    if device != "cuda" or torch.version.hip is not None:
         return None
     found = torch.cuda.get_device_properties(index)
     if dtype != torch.float32 and found.major >= 8:

@@ -6,6 +6,7 @@ Points stand beside the most that a machine can do. Tables are HTML, complete wi
 from __future__ import annotations
 
 import functools
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -98,7 +99,9 @@ def with_code(text: str) -> str:
 def _cell(cell: Cell, is_number: bool) -> str:
     marks = " ".join(filter(None, ("number" if is_number else "", cell.mark)))
     marked = f' class="{marks}"' if marks else ""
-    value = "" if cell.number is None else f' data-number="{cell.number:.6g}"'
+    number = "" if cell.number is None else f"{cell.number:.6g}"
+    begins = re.match(r"\d+(?= /|$)", cell.text, re.ASCII)  # as sorting.js reads it
+    value = "" if number == (begins[0] if begins else "") else f' data-number="{number}"'
     return f"<td{marked}{value}>{with_code(cell.text)}</td>"
 
 

@@ -1,10 +1,12 @@
 // Sorting: a header's button sorts its column, once more the other way round. Rows without a
-// number come last either way; rows that are equal keep their order.
+// number come last either way; rows that are equal keep their order. A cell's number is what its
+// text begins with, alone or before a slash, unless it says another, or with "" that it has none.
 
 const sorting = {
   key(row, column) {
     const cell = row.cells[column];
-    return "number" in cell.dataset ? Number(cell.dataset.number) : null;
+    const number = cell.dataset.number ?? cell.textContent.match(/^\d+(?= \/|$)/)?.[0];
+    return number ? Number(number) : null;
   },
 
   compare(column, numeric, sign) {

@@ -171,17 +171,13 @@ class PagedCallSpec(NamedTuple):
 
     def rows(self, inputs: PagedInputs) -> View:
         """A View of the query."""
-        return view(inputs.query, self._steps(inputs.query), self.queries, inputs.cu_seqlens_q)
-
-    def _steps(self, rows: Tensor) -> tuple[int, int, int]:
-        """Strides of batch entry, head and row.
-
-        The last is a constant of kernels. Of a single row it says nothing, and PyTorch may leave
-        anything there, such as how many sequences lie beside each other.
-        """
-        batch, head, row = row_strides(rows, self.queries.packed)
-        alone = not self.queries.packed and rows.shape[2] == 1
-        return batch, head, rows.shape[3] if alone else row
+        query, packed = inputs.query, self.queries.packed
+        batch, head, row = row_strides(query, packed)
+        if not packed and query.shape[2] == 1:
+            # A constant of kernels. Of a single row it says nothing, and PyTorch may leave anything
+            # there, such as how many sequences lie beside each other.
+            row = query.shape[3]
+        return view(query, (batch, head, row), self.queries, inputs.cu_seqlens_q)
 
     def plan_rows(self, inputs: PagedInputs, heads: int) -> View:
         """The query rows as a View of no memory, with as many heads as a plan tells apart."""
@@ -191,7 +187,7 @@ class PagedCallSpec(NamedTuple):
     def results(self, inputs: PagedInputs, output: Tensor, lse: Tensor) -> tuple[View, View]:
         """Views of output and lse."""
         packed, offsets = self.queries.packed, inputs.cu_seqlens_q
-        of_output, of_lse = self._steps(output), number_strides(lse, packed)
+        of_output, of_lse = row_strides(output, packed), number_strides(lse, packed)
         return (
             view(output, of_output, self.queries, offsets),
             view(lse, of_lse, self.queries, offsets),
