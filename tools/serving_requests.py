@@ -18,9 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,7 +26,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from serving_steps import MODELS, model_of, prompts_of, seconds_of
+from serving_steps import MODELS, in_a_process, model_of, prompts_of, seconds_of
 
 CASES = ("start", "batch", "transformers", "arrivals", "large-steps")
 REQUESTS, PROMPT, NEW = 64, 512, 128
@@ -53,7 +51,7 @@ def main() -> int:
         parser.error(f"CASE: got {', '.join(sorted(unknown))}, takes {', '.join(CASES)}")
     end, failed = time.monotonic() + asked.seconds, 0
     for case in asked.cases:
-        found = (start if case == "start" else in_a_process)(case, asked.model, end)
+        found = (start if case == "start" else found_by)(case, asked.model, end)
         failed += "failed" in found
         row = {"case": f"serving-{asked.model}-{case}", **found}
         print(json.dumps(row), flush=True)
@@ -63,21 +61,12 @@ def main() -> int:
     return int(failed > 0)
 
 
-def in_a_process(
+def found_by(
     case: str, model: str, end: float, caches: Mapping[str, str] | None = None
 ) -> dict[str, Any]:
-    """What a case gives; "failed": how it ended."""
-    command = [sys.executable, __file__, "--here", case, "--model", model]
-    try:
-        done = subprocess.run(
-            command, env={**os.environ, **(caches or {})}, capture_output=True, text=True,
-            timeout=max(end - time.monotonic(), 1), check=True,
-        )  # fmt: skip
-    except subprocess.CalledProcessError as error:
-        return {"failed": error.stderr.splitlines()[-12:]}
-    except subprocess.TimeoutExpired:
-        return {"failed": ["no time was left"]}
-    return json.loads(done.stdout.splitlines()[-1])
+    """What a case gives, in a process of its own."""
+    arguments = [__file__, "--here", case, "--model", model]
+    return in_a_process(arguments, end - time.monotonic(), caches)
 
 
 def start(case: str, model: str, end: float) -> dict[str, Any]:
@@ -87,7 +76,7 @@ def start(case: str, model: str, end: float) -> dict[str, Any]:
         caches = {name: f"{folder}/{name}" for name in names}
         found = {}
         for which in ("empty", "full"):
-            found[which] = in_a_process("first token", model, end, caches)
+            found[which] = found_by("first token", model, end, caches)
             if "failed" in found[which]:
                 return found[which]
     return {f"{name} ({which})": s for which, all in found.items() for name, s in all.items()}

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +61,13 @@ def main() -> int:
         return 0
     end, rows, failed = time.monotonic() + given.seconds, [], 0
     for case in (CHECK, *given.cases):
-        row = in_a_process(case, end - time.monotonic())
-        failed += row is None
-        if row is not None:
-            rows.append(row)
-            print(json.dumps(row), flush=True)
+        row = in_a_process([__file__, "--here", case], end - time.monotonic())
+        if "failed" in row:
+            failed += 1
+            print(f"{case} failed:", *row["failed"], sep="\n", flush=True)
+            continue
+        rows.append(row)
+        print(json.dumps(row), flush=True)
     if given.json is not None:
         given.json.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     print(f"{'case':24}" + "".join(f"{name:>{width}}" for name, width in COLUMNS.items()))
@@ -74,20 +77,21 @@ def main() -> int:
     return int(failed > 0)
 
 
-def in_a_process(case: str, seconds: float) -> dict[str, Any] | None:
-    """What a case gives; None if it fails, after the end of what it said."""
+def in_a_process(
+    arguments: list[str], seconds: float, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """What a script prints last, in a process of its own; "failed": the end of what it said."""
     if seconds <= 0:
-        print(f"{case}: no time is left")
-        return None
-    command = [sys.executable, __file__, "--here", case]
+        return {"failed": ["no time is left"]}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, check=True)
+        done = subprocess.run(
+            [sys.executable, *arguments], env={**os.environ, **(environment or {})},
+            capture_output=True, text=True, timeout=seconds, check=True,
+        )  # fmt: skip
     except subprocess.CalledProcessError as error:
-        print(f"{case} failed:", *error.stderr.splitlines()[-12:], sep="\n")
-        return None
+        return {"failed": error.stderr.splitlines()[-12:]}
     except subprocess.TimeoutExpired:
-        print(f"{case}: took longer than {seconds:.0f} s")
-        return None
+        return {"failed": [f"it took longer than {seconds:.0f} s"]}
     return json.loads(done.stdout.splitlines()[-1])
 
 

@@ -21,6 +21,7 @@ from saccade.kv_cache.storage import (
     LayerSizes,
     PageMemory,
     PageSizes,
+    on_device,
     write_kv_cache,
 )
 from saccade.masks import as_mask
@@ -175,7 +176,6 @@ class PagedCache:
         self.num_pages = _of_windows("num_pages", num_pages, self.windows, least=1)
         of_host = _of_windows("host_pages", host_pages, self.windows, least=0)
         self.page_size, self.device = page_size, torch.device(device)
-        self._on_gpu = self.device.type == "cuda"
         self.groups = []
         for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True):
             of_group = [
@@ -480,12 +480,8 @@ class PagedCache:
         held = [group.find(sequence) for sequence in sequences]
         width = max((len(each.pages) for each in held), default=0)
         rows = [[*_page_numbers(each), *[0] * (width - len(each.pages))] for each in held]
-        # From pinned memory the host need not wait for what the GPU does before.
-        made: Any = {"dtype": torch.int32, "device": "cpu", "pin_memory": self._on_gpu}
-        table = torch.tensor(rows, **made).view(len(held), width)
-        lens = torch.tensor([each.length for each in held], **made)
-        there: Any = {"device": self.device, "non_blocking": self._on_gpu}
-        return table.to(**there), lens.to(**there)
+        table = on_device(rows, torch.int32, self.device).view(len(held), width)
+        return table, on_device([each.length for each in held], torch.int32, self.device)
 
     def _mend(self) -> None:
         """Count again what an exception in the middle of the last call left half counted."""

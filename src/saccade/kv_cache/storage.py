@@ -136,6 +136,16 @@ def _pools(layers: list[LayerPages], latent: bool) -> list[Tensor]:
     return [tensor for layer in layers for tensor in layer if tensor is not None]
 
 
+def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor; the host does not wait for what a GPU does before.
+
+    numbers: in lists of lists, too, which are equally long.
+    """
+    on_gpu = device.type == "cuda"
+    found = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu)
+    return found.to(device, non_blocking=on_gpu)
+
+
 def _numbers(pages: Sequence[int]) -> Tensor:
     return torch.tensor(pages, dtype=torch.int64, device="cpu")
 

@@ -254,14 +254,21 @@ class Lanes:
             self.prompted[lane, self._numbers(prompt)] = True
         if traits.biased:
             self.biases[lane] = 0.0
-            biases = torch.tensor([float(bias) for bias in sampling.logit_bias.values()])
-            self.biases[lane, self._numbers(list(sampling.logit_bias))] = biases.to(self.device)
+            biases = on_device(list(sampling.logit_bias.values()), self.biases.dtype, self.device)
+            self.biases[lane, self._numbers(list(sampling.logit_bias))] = biases
         if traits.held:
             self.ends[lane] = False
             self.ends[lane, self._numbers(sorted(ends))] = True
 
     def _numbers(self, tokens: Sequence[int]) -> Tensor:
-        return torch.tensor(tokens, dtype=torch.int64, device=self.device)
+        return on_device(tokens, torch.int64, self.device)
+
+
+def on_device(numbers: Sequence[float], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Numbers of the host as a tensor; the host does not wait for what a GPU does before."""
+    on_gpu = device.type == "cuda"
+    found = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu)
+    return found.to(device, non_blocking=on_gpu)
 
 
 # ---- choosing ------------------------------------------------------------------------------------

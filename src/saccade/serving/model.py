@@ -17,7 +17,7 @@ from torch import Tensor
 
 import saccade
 from saccade import integrations
-from saccade.serving.decoding import Sampling
+from saccade.serving.decoding import Sampling, on_device
 from saccade.serving.request import Limits, Request
 from saccade.serving.scheduler import Scheduler, StepPlan
 
@@ -101,13 +101,6 @@ class BatchStep:
             cu_seqlens_q=self._offsets, **options, **scales, **self._options,
         )  # fmt: skip
         return output.unsqueeze(0)
-
-
-def on_device(numbers: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Numbers of the host as a tensor; the host does not wait for what a GPU does before."""
-    on_gpu = device.type == "cuda"
-    found = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu)
-    return found.to(device, non_blocking=on_gpu)
 
 
 def written(pages: Any, key: Rows, value: Rows, slots: Int[Tensor, " rows"]) -> dict[str, Any]:
