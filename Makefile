@@ -13,11 +13,12 @@ SHELL := /bin/sh
 .DELETE_ON_ERROR:
 # Two pips at once would spoil .venv; pytest brings its own workers.
 .NOTPARALLEL:
-.PHONY: help demo bench docs test test-slow test-quick test-newest test-training browser check kernels kernels-known wheel test-gpu clean
+.PHONY: help install demo bench docs test test-slow test-quick test-newest test-training browser check kernels kernels-known wheel test-gpu clean
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check
+# --no-compile: Python compiles a module at its first import. All of them took pip half of its time.
+PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --no-compile
 
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
@@ -56,6 +57,8 @@ help: ## show this help
 	@echo "  WORKERS=...  pytest workers; here $(WORKERS)"
 	@echo "  BROWSER=...  what test does without a Chromium: \"install\" one where that may be done, else skip the"
 	@echo "               tests that need it (the default); \"require\" it (the default in CI); \"skip\""
+
+install: $(DEV_STAMP) ## make .venv with Saccade and its development tools, as other targets do by themselves
 
 demo: $(DEMO_STAMP) ## run the demonstration
 	@$(BIN)/saccade demo $(ARGS)
