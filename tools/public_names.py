@@ -281,6 +281,9 @@ CHAPTERS = (
     Chapter("Linear attention", "saccade", (
         "linear_attention", "linear_attention_varlen", "linear_attention_step", "LinearState",
     )),
+    Chapter("The gated delta rule", "saccade", (
+        "gated_delta_rule", "gated_delta_rule_varlen", "gated_delta_rule_step",
+    )),
     Chapter("Pages", "saccade", (
         "attention_paged", "PagedCache", "OutOfPagesError", "write_kv_cache", "move_pages",
         "apply_rotary",

@@ -18,6 +18,11 @@ from saccade.modifier_module import ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
 from saccade.ops.attention.api import attention, attention_varlen
 from saccade.ops.attention.merge import merge_states
+from saccade.ops.delta_rule.api import (
+    gated_delta_rule,
+    gated_delta_rule_step,
+    gated_delta_rule_varlen,
+)
 from saccade.ops.linear_attention.api import (
     linear_attention,
     linear_attention_step,
@@ -50,6 +55,9 @@ __all__ = [
     "attention_varlen",
     "explain",
     "feature_maps",
+    "gated_delta_rule",
+    "gated_delta_rule_step",
+    "gated_delta_rule_varlen",
     "linear_attention",
     "linear_attention_step",
     "linear_attention_varlen",

@@ -16,6 +16,13 @@ from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
 from saccade.modifiers.normal_form import described
 from saccade.ops.attention.api import attention, attention_varlen
+from saccade.ops.delta_rule import validation as delta_validation
+from saccade.ops.delta_rule.api import (
+    check_options,
+    gated_delta_rule,
+    gated_delta_rule_step,
+    gated_delta_rule_varlen,
+)
 from saccade.ops.linear_attention import validation as linear_validation
 from saccade.ops.linear_attention.api import (
     LinearOptions,
@@ -26,6 +33,7 @@ from saccade.ops.linear_attention.api import (
 from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
+from saccade.runtime.delta_spec import DeltaProblem
 from saccade.runtime.spec import Inputs, KernelConfig, LinearProblem, PagedInputs, Problem, Variant
 from saccade.runtime.validation import prepare, prepare_paged, with_causal
 
@@ -43,12 +51,12 @@ class Explanation:
             does not have.
         config: the config that the call gives, if any.
         visible_pairs: pairs that the mask lets through, over all batch entries and heads; None for
-            linear attention, which has no pairs.
-        flops: operations of a forward pass over them; of linear attention, in chunks of 64 rows.
+            linear attention and the gated delta rule, which have no pairs.
+        flops: operations of a forward pass over them; of those two, in chunks of 64 rows.
         bytes: bytes that a forward pass moves at least.
     """
 
-    problem: Any  # Problem or LinearProblem
+    problem: Any  # Problem, LinearProblem or DeltaProblem
     forward: Choice
     backward: Choice | None
     config: KernelConfig | None
@@ -75,7 +83,9 @@ class Explanation:
                 f"  {self.visible_pairs:,} of {self.problem.pairs:,} pairs visible: {cost}"
             )
         else:
-            lines = [*_linear_heading(self.problem), f"  {cost}"]
+            delta = isinstance(self.problem, DeltaProblem)
+            heading = _delta_heading if delta else _linear_heading
+            lines = [*heading(self.problem), f"  {cost}"]
         lines += answers(self.forward, self.config)
         if self.backward is not None and list(answers(self.backward)) != list(
             answers(self.forward)
@@ -119,6 +129,20 @@ def _linear_heading(p: LinearProblem) -> list[str]:
     ]
 
 
+def _delta_heading(p: DeltaProblem) -> list[str]:
+    """The shape of a call of the gated delta rule, in words."""
+    tokens = f"{p.batch} sequences, {p.length} tokens"
+    if not p.packed:
+        tokens = f"batch {p.batch}, {p.length} tokens"
+    decay = {"none": "no", "heads": "of each head", "channels": "of each channel"}[p.decay]
+    return [
+        f"gated delta rule: {tokens}, heads {p.key_heads}/{p.value_heads}, "
+        f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
+        f"  decay {decay}, queries and keys {'normalized' if p.normalize_qk else 'as they are'}, "
+        f"initial state {'yes' if p.state else 'no'}",
+    ]
+
+
 def costs(flops: int, moved: int) -> str:
     """Operations and bytes of a forward pass, in units that fit them."""
     return (
@@ -155,7 +179,8 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
 
     Args:
         function: `saccade.attention`, `attention_varlen`, `attention_paged`, `linear_attention`,
-            `linear_attention_varlen` or `linear_attention_step`.
+            `linear_attention_varlen`, `linear_attention_step`, `gated_delta_rule`,
+            `gated_delta_rule_varlen` or `gated_delta_rule_step`.
         arguments, options: what the call would be given.
 
     Returns:
@@ -187,12 +212,14 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
         raise unknown_options(unknown)
     if plain in (attention_varlen, linear_attention_varlen) and call["cu_seqlens_q"] is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
+    if plain is gated_delta_rule_varlen and call["cu_seqlens"] is None:
+        raise TypeError(f"cu_seqlens: got None, takes {OFFSETS}")
     implementation = call.pop("implementation")
     inputs, variant, problem, config = validation.validate(call)
     choices = [explained(problem, implementation, of) for of in validation.passes]
     forward, backward = (*choices, None)[:2]
     assert forward is not None
-    if isinstance(problem, LinearProblem):
+    if isinstance(problem, (LinearProblem, DeltaProblem)):
         costs = None, problem.flops, problem.bytes
     else:
         pairs = _visible_pairs(inputs, variant, problem)
@@ -225,6 +252,14 @@ def _validated_linear(call: dict[str, Any]) -> tuple[Any, Any, LinearProblem, Ke
     return linear_validation.prepare(**arguments, **options)[:4]
 
 
+def _validated_delta(call: dict[str, Any]) -> tuple[Any, Any, DeltaProblem, KernelConfig | None]:
+    """A call of the gated delta rule, validated; of one step, as far as the choice looks at it."""
+    options = call.pop("options", {})
+    check_options(options)
+    arguments = {name: call[name] for name in call if name not in ("state", "state_index")}
+    return delta_validation.prepare(**arguments, **options)
+
+
 class Validation(NamedTuple):
     """How the arguments of a public function are validated, and which passes it has."""
 
@@ -239,6 +274,9 @@ VALIDATIONS: dict[Callable[..., Any], Validation] = {
     linear_attention: Validation(_validated_linear),
     linear_attention_varlen: Validation(_validated_linear),
     linear_attention_step: Validation(_validated_linear, ("step",)),
+    gated_delta_rule: Validation(_validated_delta),
+    gated_delta_rule_varlen: Validation(_validated_delta),
+    gated_delta_rule_step: Validation(_validated_delta, ("step",)),
 }
 
 

@@ -4,7 +4,8 @@ They count products as PyTorch counts those of its own attention: hidden pairs o
 like visible ones, so that numbers can be compared (`saccade.explain` gives the visible ones). Of
 packed sequences and of pages, only pairs within a sequence count. To know them, lengths are read,
 from a GPU too, as PyTorch's formulas do; where they have no values (fake tensors), all sequences
-count as equally long, or as long as their page tables. Linear attention counts chunks of 64 rows.
+count as equally long, or as long as their page tables. Linear attention and the gated delta rule
+count chunks of 64 rows.
 
 The counter's module imports Triton, so formulas are registered once another program imports it.
 """
@@ -25,6 +26,8 @@ import torch
 from torch import Tensor
 
 from saccade.ops.attention.api import ATTENTION
+from saccade.ops.delta_rule import custom_op as delta_op
+from saccade.ops.delta_rule import validation as delta_validation
 from saccade.ops.linear_attention.custom_op import LINEAR, variant_of
 from saccade.ops.linear_attention.validation import problem_of
 from saccade.ops.paged_attention.api import PAGED
@@ -80,10 +83,33 @@ def step_flops(*arguments: Any, out_val: Any = None) -> int:
     return 2 * batch * rows * heads * dim * inputs.value.shape[-1]
 
 
+def delta_flops(*arguments: Any, out_val: Any = None) -> int:
+    """Products with the state and within chunks; see `DeltaProblem.flops`."""
+    inputs, tables, plain = delta_op.DELTA.split(arguments)
+    return delta_validation.problem_of(inputs, delta_op.variant_of(tables, plain), None).flops
+
+
+def delta_backward_flops(*arguments: Any, out_val: Any = None) -> int:
+    """The gradients' products; see `DeltaProblem.backward_flops`."""
+    inputs, tables, plain = delta_op.DELTA.split(arguments[2:])
+    variant = delta_op.variant_of(tables, plain)
+    return delta_validation.problem_of(inputs, variant, None).backward_flops
+
+
+def delta_step_flops(*arguments: Any, out_val: Any = None) -> int:
+    """A state is asked for a key's value, takes in what it lacks, and each query reads it."""
+    inputs = delta_op.DELTA.split(arguments[2:]).inputs
+    batch, heads, rows, value_dim = inputs.value.shape
+    return 2 * batch * rows * heads * 3 * inputs.query.shape[-1] * value_dim
+
+
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention": attention_flops,
     "attention_backward": attention_backward_flops,
     "attention_paged": paged_flops,
+    "gated_delta_rule": delta_flops,
+    "gated_delta_rule_backward": delta_backward_flops,
+    "gated_delta_rule_step": delta_step_flops,
     "linear_attention": linear_flops,
     "linear_attention_backward": linear_backward_flops,
     "linear_attention_step": step_flops,

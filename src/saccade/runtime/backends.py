@@ -17,9 +17,10 @@ import torch
 
 from saccade.modifiers.expression import constant
 from saccade.modifiers.normal_form import consists_of, is_causal
+from saccade.runtime.delta_spec import DeltaProblem
 from saccade.runtime.spec import LinearProblem, Problem
 
-AnyProblem = Problem | LinearProblem
+AnyProblem = Problem | LinearProblem | DeltaProblem
 
 
 class BackendEntry(NamedTuple):
@@ -330,6 +331,7 @@ def _reference_unsupported(problem: AnyProblem) -> str | None:
 
 
 ATTENTION, PAGED, LINEAR = "attention", "paged_attention", "linear_attention"
+DELTA = "delta_rule"
 BOTH = ("forward", "backward")
 
 BACKENDS = (
@@ -358,6 +360,8 @@ BACKENDS = (
     ),
     BackendEntry(LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, note=_launch_note),
     BackendEntry(LINEAR, BOTH, "reference", _reference_unsupported),
+    BackendEntry(DELTA, (*BOTH, "step"), "cpu", _cpu_unsupported),
+    BackendEntry(DELTA, BOTH, "reference", _reference_unsupported),
 )  # fmt: skip
 """In order of preference."""
 

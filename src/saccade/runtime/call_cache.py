@@ -5,10 +5,10 @@ the choice of backends gave for a plain eager call is kept under all that they l
 attention, dense and packed, that is its kind: heads, channels, dtypes, devices, mask, score and
 options; of lengths and strides no more than the choice asks (`backends.lengths_kind`, and whether
 TMA can read the tensors), so that a call of a new length is like one that was validated. Calls over
-pages and of linear attention are kept under shapes and strides. Anything out of the ordinary
-(captured tensors, dropout, autocast, tracing, transforms, modes, tensor subclasses, lengths and
-offsets that can be read) is validated every time, so that what observes calls sees the same of
-each.
+pages, of linear attention and of the gated delta rule are kept under shapes and strides. Anything
+out of the ordinary (captured tensors, dropout, autocast, tracing, transforms, modes, tensor
+subclasses, lengths and offsets that can be read) is validated every time, so that what observes
+calls sees the same of each.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ AnyConfig = KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 class CheckedCall:
     """What validation found out about a call, and what was prepared for calls like it."""
 
-    variant: Any  # Variant or LinearVariant
+    variant: Any  # Variant, LinearVariant or DeltaVariant
     config: KernelConfig | None
     forward_by: str  # the backend of each pass
     backward_by: str = ""

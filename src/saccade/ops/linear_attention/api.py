@@ -19,9 +19,10 @@ from saccade.ops.linear_attention.custom_op import LINEAR, flatten, linear_step_
 from saccade.ops.linear_attention.feature_scaling import Scaling
 from saccade.ops.linear_attention.validation import SIGNED_MAPS, STATE_SHAPES, prepare
 from saccade.runtime import backends, call_cache
-from saccade.runtime.arguments import OFFSETS, integers, values_readable
+from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.spec import KernelConfig, LinearInputs, LinearResults, LinearState
+from saccade.runtime.state_pools import check_index, check_own_memory
 from saccade.runtime.validation import without_autocast
 
 FeatureMap = Callable[[Tensor], Tensor] | str  # a function or a name
@@ -324,7 +325,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         tensors = {"query": query, "key": key, "value": value}
         return custom_op.step_on_shards(linear_attention_step, state, tensors, options)
     _check_pools(state)
-    index = _check_index(state, query, state_index)
+    index = check_index(state.kv, query, state_index)
     here = state if index is None else _picked(state, index)
     prepared = prepare(
         query, key, value,
@@ -406,13 +407,7 @@ def _check_pools(state: LinearState) -> None:
         sizes.append(tensor.shape[0])
         if sizes[-1] != sizes[0]:
             raise ValueError(f"state.{field}: got {sizes[-1]} entries, takes kv's {sizes[0]}")
-        if any(
-            n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-        ):
-            raise ValueError(
-                f"state.{field}: got an expanded tensor, takes one whose numbers all have memory "
-                "of their own"
-            )
+        check_own_memory(f"state.{field}", tensor)
 
 
 def _check_units(log_scale: Tensor | None) -> None:
@@ -423,26 +418,3 @@ def _check_units(log_scale: Tensor | None) -> None:
         raise ValueError(f"state.log_scale: got None, takes {takes}; {more}")
     if log_scale.dtype.itemsize < 4:  # an exponent of 40 with eight bits is off by 8 %
         raise TypeError(f"state.log_scale: got {log_scale.dtype}, takes {takes}")
-
-
-def _check_index(state: LinearState, query: Tensor, state_index: Tensor | None) -> Tensor | None:
-    """Refuse an index that is not one different entry of the pool for each batch entry."""
-    if state_index is None:
-        return None
-    integers("state_index", state_index, 1)
-    if isinstance(query, Tensor) and query.dim() and state_index.shape[0] != query.shape[0]:
-        raise ValueError(
-            f"state_index: got shape {tuple(state_index.shape)}, takes ({query.shape[0]},)"
-        )
-    if state_index.device != state.kv.device:
-        raise ValueError(f"state_index: got {state_index.device}, takes state's {state.kv.device}")
-    if state_index.numel() and state.kv.shape[0] == 0:
-        raise ValueError("state_index: got entries of a state that has none, takes no entries")
-    if values_readable(state_index) and state_index.numel():
-        low, high = int(state_index.min()), int(state_index.max())
-        if low < 0 or high >= state.kv.shape[0]:
-            takes = f"0 to {state.kv.shape[0] - 1}"
-            raise ValueError(f"state_index: got {low} to {high}, takes {takes}")
-        if state_index.unique().numel() != state_index.numel():
-            raise ValueError("state_index: got an entry twice, takes different entries")
-    return state_index.long()

@@ -1,0 +1,159 @@
+"""Forward pass of the gated delta rule on the CPU: blocks of chunks, with one running state.
+
+Everything that does not need the state is computed for a block's chunks at once; then the chunks
+take turns: what the state predicts of their keys, the triangular system of their updates, what
+their queries read, and the state after them. `reference.py` has the equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from saccade.ops.delta_rule.cpu.decay import ChannelDecay, ChunkDecay, HeadDecay, NoDecay
+from saccade.runtime.delta_spec import NORM_EPS, DeltaVariant
+from saccade.runtime.spec import accumulate_dtype
+
+
+@dataclass
+class DenseRows:
+    """A dense call, on views [batch, heads, length, dim], as the two passes read it."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    beta: Tensor  # [batch, value_heads, length]
+    decay: Tensor | None  # [batch, value_heads, length] or with head_dim behind it
+    variant: DeltaVariant
+
+    def __post_init__(self) -> None:
+        self.batch, self.value_heads, self.length, self.value_dim = self.value.shape
+        self.key_heads, self.head_dim = self.key.shape[1], self.key.shape[3]
+        self.group = self.value_heads // self.key_heads
+        self.count = self.batch * self.value_heads
+        self.wide = accumulate_dtype(self.query.dtype)
+
+    def chunks(self, rows: Tensor, at: Span) -> Tensor:
+        """Rows of a span in chunks, [batch · heads, chunks, chunk, …], 0 behind the last one."""
+        rows = rows[:, :, at.start : at.stop].to(self.wide)
+        missing = at.chunks * at.chunk - rows.shape[2]
+        if missing:
+            rows = torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 3) + (0, missing))
+        sizes = (-1, at.chunks, at.chunk, *rows.shape[3:])
+        return rows.reshape(rows.shape[0] * rows.shape[1], *sizes[1:])
+
+    def repeated(self, rows: Tensor) -> Tensor:
+        """Chunks of each key head, as often as value heads share it."""
+        return rows if self.group == 1 else rows.repeat_interleave(self.group, 0)
+
+    def write(self, into: Tensor, chunks: Tensor, at: Span) -> None:
+        """Write chunks of a span to rows [batch, heads, length, …]; of shared heads, their sum."""
+        heads = into.shape[1]
+        if heads != self.value_heads:
+            chunks = chunks.unflatten(0, (-1, self.group)).sum(1)
+        rows = chunks.unflatten(0, (self.batch, heads)).flatten(2, 3)
+        into[:, :, at.start : at.stop].copy_(rows[:, :, : at.stop - at.start])
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens that are computed at once: so many chunks, of which the last may end early."""
+
+    start: int
+    stop: int
+    chunk: int
+
+    @property
+    def chunks(self) -> int:
+        """Chunks in the span."""
+        return -(-(self.stop - self.start) // self.chunk)
+
+
+def spans_of(length: int, chunk: int, at_once: int) -> list[Span]:
+    """A sequence in spans of at most so many chunks."""
+    step = chunk * at_once
+    return [Span(at, min(at + step, length), chunk) for at in range(0, length, step)]
+
+
+class Block:
+    """A span of chunks, as far as it needs no state: [count, chunks, chunk, …].
+
+    `system` is beta times products of keys, of which what lies below the diagonal counts.
+    """
+
+    def __init__(self, dense: DenseRows, at: Span, queries: bool = True) -> None:
+        """queries: whether they are wanted, which the state does without."""
+        self.at, self.scale = at, dense.variant.scale
+        self.key, self.key_norm = _normalized(dense, dense.key, at)
+        self.value, self.beta = dense.chunks(dense.value, at), dense.chunks(dense.beta, at)
+        self.decay = decay_of(dense, at, self.value)
+        self.pairs = self.decay.of_pairs(self.key, self.key)
+        self.system = self.pairs * self.beta.unsqueeze(-1)
+        self.new_key = self.key * self.decay.until  # as it meets the state before the chunk
+        self.old_key = self.key * self.decay.after  # as the state after the chunk has it
+        self.whole = self.decay.whole.expand(*self.key.shape[:2], -1, -1)
+        if queries:
+            self.query, self.query_norm = _normalized(dense, dense.query, at)
+            self.query = self.query * self.scale
+            self.scores = self.decay.of_pairs(self.query, self.key)
+            self.new_query = self.query * self.decay.until
+
+    def update(self, n: int, state: Tensor) -> Tensor:
+        """What chunk n writes for its keys, given the state before it."""
+        new = torch.baddbmm(self.value[:, n], self.new_key[:, n], state, alpha=-1)
+        new.mul_(self.beta[:, n].unsqueeze(-1))
+        return solve(self.system[:, n], new)
+
+    def advance(self, n: int, state: Tensor, update: Tensor) -> None:
+        """Let the state fade by chunk n and take its updates in, in place."""
+        state.mul_(self.whole[:, n]).baddbmm_(self.old_key[:, n].mT, update)
+
+
+def decay_of(dense: DenseRows, at: Span, like: Tensor) -> ChunkDecay:
+    """Factors of decay within the chunks of a span."""
+    if dense.decay is None:
+        return NoDecay(like)
+    if dense.decay.dim() == 3:
+        return HeadDecay(dense.chunks(dense.decay, at), dense.wide)
+    return ChannelDecay(dense.chunks(dense.decay, at))
+
+
+def _normalized(dense: DenseRows, rows: Tensor, at: Span) -> tuple[Tensor, Tensor | None]:
+    """Chunks of queries or keys by value head, and one over their rows' lengths if divided."""
+    chunks, norm = dense.chunks(rows, at), None
+    if dense.variant.normalize_qk:
+        norm = torch.rsqrt(chunks.square().sum(-1, keepdim=True).add_(NORM_EPS))
+        chunks = chunks * norm
+    return dense.repeated(chunks), norm
+
+
+def solve(system: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
+    """x of (1 + strictly lower system) · x = right, or of its transpose."""
+    system = system.mT if transposed else system
+    return torch.linalg.solve_triangular(system, right, upper=transposed, unitriangular=True)
+
+
+def attend(dense: DenseRows, spans: list[Span], state: Tensor, output: Tensor) -> None:
+    """Write output [batch, value_heads, length, value_dim]; change the state [count, …]."""
+    for at in spans:
+        block = Block(dense, at)
+        found = torch.empty_like(block.value)
+        for n in range(at.chunks):
+            update = block.update(n, state)
+            read = torch.bmm(block.new_query[:, n], state)
+            found[:, n] = read.baddbmm_(block.scores[:, n], update)
+            block.advance(n, state, update)
+        dense.write(output, found, at)
+
+
+def states_before(dense: DenseRows, spans: list[Span], state: Tensor) -> Iterator[list[Tensor]]:
+    """For each span the states before its chunks; `state` becomes the one after the last."""
+    for at in spans:
+        block, states = Block(dense, at, queries=False), []
+        for n in range(at.chunks):
+            states.append(state.clone())
+            block.advance(n, state, block.update(n, state))
+        yield states
