@@ -40,7 +40,7 @@ BANNED_FILE_NAMES = {"utils", "common", "helpers"}
 # Triton serve what Hopper's do not, or have to repeat.
 BACKENDS = {"cpu", "triton", "hopper"}
 CALLS = {"api", "autograd", "custom_op"}
-TOP = {"kv_cache", "integrations", "serving", "bench", "demo", "kernel_check"}
+TOP = {"kv_cache", "integrations", "serving", "bench", "demo", "kernel_check", "parallel"}
 FORBIDDEN_IMPORTS = {
     "modifiers": TOP | CALLS | BACKENDS | {"reference", "runtime", "gpu"},
     "runtime": TOP | CALLS | BACKENDS | {"reference"},
@@ -49,6 +49,7 @@ FORBIDDEN_IMPORTS = {
     "cpu": TOP | CALLS | {"reference", "triton", "hopper", "gpu"},
     "triton": TOP | CALLS | {"reference", "cpu", "hopper"},
     "hopper": TOP | CALLS | {"reference", "cpu"},
+    "parallel": (TOP - {"parallel"}) | BACKENDS | {"reference", "gpu"},
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
 ONLY_IMPORTED_BY = {"kernel_check": {"kernel_check"}}

@@ -103,6 +103,7 @@ MODULES = (
     "saccade.masks",
     "saccade.scores",
     "saccade.feature_maps",
+    "saccade.parallel",
     "saccade.testing",
     f"{INTEGRATIONS}.sdpa",
     f"{INTEGRATIONS}.flex_attention",
@@ -301,6 +302,7 @@ CHAPTERS = (
         "softmax", "Favor", "RandomFourierFeatures", "SmoothedRandomFourierFeatures",
         "GeneralizedRandomFeatures", "RandomProjection", "ScaledMap",
     )),
+    Chapter("Several GPUs", "saccade.parallel", ("plan", "Plan", "Cost", "Machine")),
     *(
         Chapter(
             module.removeprefix(f"{INTEGRATIONS}."),

@@ -33,6 +33,7 @@ from saccade.rotary import apply_rotary
 from saccade.runtime.spec import KernelConfig, LinearState
 
 if _TYPE_CHECKING:
+    from saccade import parallel as parallel
     from saccade import testing as testing
     from saccade.serving.engine import Engine as Engine
 
@@ -64,6 +65,7 @@ __all__ = [
     "masks",
     "merge_states",
     "move_pages",
+    "parallel",
     "scaled_dot_product_attention",
     "scores",
     "testing",
@@ -72,14 +74,14 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """`saccade.Engine` and `saccade.testing`, when they are first asked for.
+    """`saccade.Engine`, `saccade.parallel` and `saccade.testing`, when they are first asked for.
 
-    Who trains should not wait for serving, nor for the cases of tests.
+    Who trains on one GPU should not wait for serving, nor for plans, nor for the cases of tests.
     """
     if name == "Engine":
         from saccade.serving.engine import Engine
 
         return Engine
-    if name == "testing":
-        return _import_module("saccade.testing")
+    if name in ("parallel", "testing"):
+        return _import_module(f"saccade.{name}")
     raise AttributeError(f"module 'saccade' has no attribute {name!r}")

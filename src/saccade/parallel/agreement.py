@@ -1,0 +1,176 @@
+"""Agreement: ranks say what they are about to do, and learn of differences before they wait.
+
+A collective that ranks enter with different sizes hangs or mixes numbers up. So a call first
+exchanges one number that stands for all that must be equal; where it differs, ranks exchange the
+words behind it, and each raises the same error. What a rank could not even begin counts as a
+difference too.
+
+Each rank also notes in the group's store where it is. An error of a collective, a time-out above
+all, then says where the others were last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from saccade.modifiers.expression import Captured
+from saccade.modifiers.modifier import written
+
+LOOK = timedelta(seconds=0.5)  # how long a note of another rank is waited for
+MOST_RANKS_NAMED = 8
+
+
+def digest_of(tensor: Tensor) -> str:
+    """A tensor's shape, dtype and contents in a few letters."""
+    held = tensor.detach().cpu().contiguous()
+    content = held.view(-1).view(torch.uint8).numpy().tobytes() if held.numel() else b""
+    said = f"{tuple(held.shape)} {held.dtype} ".encode()
+    return hashlib.sha256(said + content).hexdigest()[:12]
+
+
+def described(key: str, captured: Captured, contents: bool) -> str:
+    """A mask or score in words that are equal where it computes the same."""
+    tensors = [
+        digest_of(tensor) if contents else f"{tuple(tensor.shape)} {tensor.dtype}"
+        for tensor in captured.tensors
+    ]
+    return " ".join([written(key, captured) or "none", *tensors])
+
+
+def agree(plan: Any, facts: Mapping[str, str], fault: BaseException | None = None) -> None:
+    """Compare with all ranks what this one is about to do.
+
+    Args:
+        plan: the call's plan.
+        facts: what must be equal, by the names of arguments.
+        fault: why this rank cannot begin.
+
+    Raises:
+        ValueError: on every rank, naming what differs and who has what.
+    """
+    words = {**facts, "error": "" if fault is None else f"{type(fault).__name__}: {fault}"}
+    text = repr(sorted(words.items()))
+    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    known: set[int] = plan.memory.setdefault("agreed", set())
+    device = _device(plan.group)
+    if fault is None and number in known and not _always(plan, device):
+        return
+    own = torch.tensor([number], dtype=torch.int64, device=device)
+    all_numbers = torch.empty(plan.ranks, dtype=torch.int64, device=device)
+    with reporting(plan, "comparing what ranks are about to do"):
+        dist.all_gather_into_tensor(all_numbers, own, group=plan.group)
+        if all_numbers.eq(number).all() and fault is None:
+            known.add(number)
+            return
+        everyone: list[Any] = [None] * plan.ranks
+        dist.all_gather_object(everyone, words, group=plan.group)
+    if fault is not None:
+        raise fault
+    raise ValueError(differences(everyone))
+
+
+def differences(everyone: list[dict[str, str]]) -> str:
+    """What differs among ranks' words, by name."""
+    failed = [(rank, words["error"]) for rank, words in enumerate(everyone) if words["error"]]
+    if failed:
+        said = "; ".join(f"rank {rank}: {error}" for rank, error in failed[:MOST_RANKS_NAMED])
+        return f"parallel: another rank could not begin this call: {said}"
+    lines = []
+    for name in dict.fromkeys(name for words in everyone for name in words):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, words in enumerate(everyone):
+            ranks_of.setdefault(words.get(name, "nothing"), []).append(rank)
+        if len(ranks_of) > 1:
+            parts = [f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items()]
+            lines.append(f"{name}: got {', '.join(parts[:MOST_RANKS_NAMED])}")
+    return "; ".join(lines) + "; takes the same on every rank"
+
+
+def _ranks(ranks: list[int]) -> str:
+    named = ", ".join(map(str, ranks[:MOST_RANKS_NAMED]))
+    more = " ..." if len(ranks) > MOST_RANKS_NAMED else ""
+    return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
+
+
+def _device(group: Any) -> torch.device:
+    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+
+
+def _always(plan: Any, device: torch.device) -> bool:
+    return plan.verify == "always" or (plan.verify == "auto" and device.type == "cpu")
+
+
+# ---- where ranks are ----------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def reporting(plan: Any, what: str) -> Iterator[None]:
+    """Add to the error of a collective where each rank was last.
+
+    Raises:
+        RuntimeError: from the collective's own.
+    """
+    note(plan, what)
+    try:
+        yield
+    except dist.DistError as error:
+        raise RuntimeError(_where(plan, what)) from error
+    except RuntimeError as error:
+        raise RuntimeError(_where(plan, what)) from error
+
+
+def note(plan: Any, what: str) -> None:
+    """Note where this rank is, for others to read."""
+    place = plan.memory.setdefault("place", [0, ""])
+    if place[1] == what:
+        return
+    place[1] = what
+    store = _store(plan.group)
+    if store is not None and _device(plan.group).type == "cpu":
+        with contextlib.suppress(RuntimeError):
+            store.set(f"saccade.parallel/{plan.rank}", f"call {place[0]}, {what}")
+
+
+def begin(plan: Any, call: str) -> None:
+    """Note that this rank begins a call."""
+    place = plan.memory.setdefault("place", [0, ""])
+    place[0] += 1
+    note(plan, f"{call} begins")
+
+
+def _where(plan: Any, what: str) -> str:
+    store, places = _store(plan.group), []
+    for rank in range(plan.ranks):
+        if rank == plan.rank or store is None:
+            continue
+        said = "nowhere that it told"
+        with contextlib.suppress(RuntimeError, ValueError):
+            name = f"saccade.parallel/{rank}"
+            store.wait([name], LOOK)
+            said = store.get(name).decode()
+        places.append(f"rank {rank} was last at {said}")
+        if len(places) == MOST_RANKS_NAMED:
+            break
+    call = plan.memory.get("place", [0])[0]
+    return (
+        f"parallel: rank {plan.rank} failed at call {call}, {what}; " + "; ".join(places)
+        + "; a rank that has ended, or that makes other calls, keeps the others waiting"
+    )  # fmt: skip
+
+
+def _store(group: Any) -> Any:
+    """The store by which a group's ranks found each other; None where PyTorch does not say."""
+    find = getattr(dist.distributed_c10d, "_get_process_group_store", None)
+    if find is None:
+        return None
+    with contextlib.suppress(RuntimeError, ValueError, KeyError):
+        return find(group)
+    return None
