@@ -12,7 +12,14 @@ import torch
 from pairs import covering
 
 import saccade
-from saccade.testing import Case, LinearCase, make_case, make_linear_case
+from saccade.testing import (
+    Case,
+    DeltaCase,
+    LinearCase,
+    make_case,
+    make_delta_case,
+    make_linear_case,
+)
 from saccade.testing.cases import LAYOUTS
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -51,6 +58,10 @@ class Implementation:
     def linear_case(self, **description: Any) -> LinearCase:
         """The same of linear attention; what it does not serve gives way to what it does."""
         return make_linear_case(**{**description, **self.instead, "device": self.device})
+
+    def delta_case(self, **description: Any) -> DeltaCase:
+        """The same of the gated delta rule."""
+        return make_delta_case(**{**description, **self.instead, "device": self.device})
 
     def dtypes_of(self, case: int) -> Sequence[torch.dtype]:
         """The dtypes that one of many cases is tested in."""
@@ -127,6 +138,9 @@ LINEAR_IMPLEMENTATIONS = [
         draws={"dims": (16, 8, 24, 40), "layouts": LAYOUTS[:2], "least": 1},
         instead={"dtype": BF16, "causal": True, "packed": False, "decay": "none"},
     ),
+]
+DELTA_IMPLEMENTATIONS = [  # the reference is compared with itself in ops/delta_rule/test_reference
+    Implementation("cpu", small=saccade.KernelConfig(kv_tile=4)),
 ]
 PAGED_IMPLEMENTATIONS = [
     Implementation("reference", batch_invariant=False),

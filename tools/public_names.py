@@ -315,6 +315,7 @@ CHAPTERS = (
     Chapter("Testing", "saccade.testing", (
         "make_case", "Description", "Case", "oracle", "tolerances", "assert_exact",
         "make_linear_case", "LinearCase", "linear_oracle", "assert_linear_exact",
+        "make_delta_case", "DeltaCase", "delta_oracle", "assert_delta_exact",
         "make_paged_case", "PagedDescription", "PagedCase", "poisoned", "checked", "problems",
     )),
 )  # fmt: skip

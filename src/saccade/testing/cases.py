@@ -186,9 +186,11 @@ class Differentiable:
         self, leaves: dict[str, Tensor], results: dict[str, Tensor]
     ) -> dict[str, Tensor]:
         """Results beside the gradients that the case's gradients of them give."""
-        grads = [self.grads[name].to(result.dtype) for name, result in results.items()]
+        # A state of no tokens and no state before is a constant in plain PyTorch.
+        heads = {name: result for name, result in results.items() if result.requires_grad}
+        grads = [self.grads[name].to(result.dtype) for name, result in heads.items()]
         found = torch.autograd.grad(
-            list(results.values()), list(leaves.values()), grads, allow_unused=True
+            list(heads.values()), list(leaves.values()), grads, allow_unused=True
         )
         every = {name: result.detach() for name, result in results.items()}
         for (name, leaf), gradient in zip(leaves.items(), found, strict=True):

@@ -93,7 +93,7 @@ def chunked(rows: ReferenceRows, chunk: int, rounding: Rounding = EXACT) -> tupl
         until, after = of_rows.exp(), (total[:, :, -1:] - of_keys).exp()
         read = rounded(state)
         error = rounded(value - rounded(until * key) @ read)
-        update = rounded(rounded(inverse) @ (beta * error))
+        update = rounded(rounded(inverse) @ rounded(beta * error))
         outputs.append(rounded(until * query) @ read + scores @ update)
         state = total[:, :, -1:].mT.exp() * state + rounded(after * key).mT @ update
     return rounded(torch.cat(outputs, 2)), rounded(state)

@@ -68,58 +68,57 @@ def _differentiate_block(
     grad_state: Tensor,
     leave: Leaving,
 ) -> None:
-    at, state = block.at, torch.stack(states, 1)
+    at, decay, state = block.at, block.decay, torch.stack(states, 1)
     grad = dense.chunks(grad_output, at)
-    beta = block.beta.unsqueeze(-1)
-    error = block.value - block.new_key @ state
+    beta, fades = block.beta.unsqueeze(-1), not isinstance(block.decay, NoDecay)
+    new_key, new_query = block.new.unbind(2)
+    error = block.value - new_key @ state
     update = solve(block.system, beta * error)
-    of_update = block.scores.mT @ grad
-    from_query = block.new_query.mT @ grad
-    laters, grad_new, of_whole = torch.empty_like(state), torch.empty_like(error), []
+    of_update, from_query = block.pairs[:, :, 1].mT @ grad, new_query.mT @ grad
+    later, grad_new = torch.empty_like(state), torch.empty_like(error)
     for n in reversed(range(at.chunks)):
-        laters[:, n] = grad_state
+        later[:, n] = grad_state
         arriving = torch.baddbmm(of_update[:, n], block.old_key[:, n], grad_state)
         grad_new[:, n] = solve(block.system[:, n], arriving, transposed=True)
-        grad_error = grad_new[:, n] * block.beta[:, n].unsqueeze(-1)
+        grad_error = grad_new[:, n] * beta[:, n]
         grad_state.mul_(block.whole[:, n]).add_(from_query[:, n])
-        grad_state.baddbmm_(block.new_key[:, n].mT, grad_error, alpha=-1)
+        grad_state.baddbmm_(new_key[:, n].mT, grad_error, alpha=-1)
     grad_value = grad_new * beta
-    of_system = (grad_new @ update.mT).neg_().tril_(-1)
-    grad_beta = (grad_new * error).sum(-1) + (of_system * block.pairs).sum(-1)
-    of_pairs, of_scores = of_system.mul_(beta), (grad @ update.mT).tril_()
-    of_new_key, of_old_key = (grad_value @ state.mT).neg_(), update @ laters.mT
-    of_new_query = grad @ state.mT
+    of_rows = torch.stack([-grad_value, grad], 2)  # what reads the state before the chunk
+    of_pairs = (of_rows.flatten(2, 3) @ update.mT).view(block.pairs.shape).tril_()
+    of_pairs[:, :, 0].tril_(-1)
+    of_new = (of_rows.flatten(2, 3) @ state.mT).view(block.rows.shape)
+    of_old_key = update @ later.mT
+    of_system = grad_new @ update.mT
+    of_system.tril_(-1).mul_(block.pairs[:, :, 0])
+    grad_beta = (grad_new * error).sum(-1) - of_system.sum(-1)
 
-    decay = block.decay
-    rows, keys = decay.through_pairs(of_pairs, block.pairs, block.key, block.key)
-    grad_key = rows.add_(keys)
-    grad_query, keys = decay.through_pairs(of_scores, block.scores, block.query, block.key)
-    grad_key.add_(keys).addcmul_(of_new_key, decay.until).addcmul_(of_old_key, decay.after)
-    grad_query.addcmul_(of_new_query, decay.until)
-
+    grad_rows, grad_key = decay.through_pairs(of_pairs, block.pairs, block.rows, block.key)
+    grad_rows.addcmul_(of_new, decay.until.unsqueeze(2))
+    grad_key.add_(grad_rows[:, :, 0]).addcmul_(of_old_key, decay.after)
     dense.write(leave.value, grad_value, at)
     dense.write(leave.beta, grad_beta, at)
-    if leave.decay is not None and not isinstance(decay, NoDecay):
-        until = of_new_key.mul_(block.new_key).addcmul_(of_new_query, block.new_query)
+    if leave.decay is not None and fades:
+        until = of_new.mul_(block.new).sum(2)
+        whole = (later * state).sum(-1, keepdim=True).mul_(block.whole)
         after = of_old_key.mul_(block.old_key)
-        of_whole = (laters * state).sum(-1, keepdim=True)
-        if decay.until.shape[-1] == 1:
-            until, after = until.sum(-1, keepdim=True), after.sum(-1, keepdim=True)
-            of_whole = of_whole.sum(-2, keepdim=True)
-        dense.write(leave.decay, decay.gradient(until, after, of_whole * block.whole), at)
-    _write_rows(dense, leave.query, grad_query.mul_(block.scale), block.query_norm, dense.query, at)
-    _write_rows(dense, leave.key, grad_key, block.key_norm, dense.key, at)
+        dense.write(leave.decay, decay.gradient(until, after, whole), at)
+    grad_query = grad_rows[:, :, 1] * dense.variant.scale
+    for into, found, norm, rows in (
+        (leave.query, grad_query, block.norms[1], dense.query),
+        (leave.key, grad_key, block.norms[0], dense.key),
+    ):
+        dense.write(into, _through_norm(dense, found, norm, rows, at), at)
 
 
-def _write_rows(
-    dense: DenseRows, into: Tensor, grad: Tensor, norm: Tensor | None, rows: Tensor, at: Span
-) -> None:
-    """Write the gradient of queries or keys, through their division by their lengths."""
+def _through_norm(
+    dense: DenseRows, grad: Tensor, norm: Tensor | None, rows: Tensor, at: Span
+) -> Tensor:
+    """The gradient of queries or keys, [batch · key_heads, …], through division by lengths."""
     if dense.group > 1:
         grad = grad.unflatten(0, (-1, dense.group)).sum(1)
-    if norm is not None:
-        divided = dense.chunks(rows, at) * norm
-        along = (divided * grad).sum(-1, keepdim=True)
-        grad = grad.addcmul(divided, along, value=-1) * norm
-    whole = grad.unflatten(0, (dense.batch, into.shape[1])).flatten(2, 3)
-    into[:, :, at.start : at.stop].copy_(whole[:, :, : at.stop - at.start])
+    if norm is None:
+        return grad
+    divided = dense.chunks(rows, at) * norm
+    along = (divided * grad).sum(-1, keepdim=True)
+    return grad.addcmul(divided, along, value=-1) * norm

@@ -1,15 +1,17 @@
 """Decay within chunks: the factors between tokens, and the gradient of decay.
 
-A factor is e to a sum of decay over the tokens between two others. Sums are never taken apart
-again: e^{G_i} · e^{−G_j} would leave the range of float32, and its gradient, all that rows take
-less all that keys give, would be a small difference of large sums. Two forms hold to that:
+A factor is e to a sum of decay over the tokens between two others. Factors are never taken apart:
+e^{G_i} · e^{−G_j} would leave the range of float32, and its gradient, all that rows take less all
+that keys give, would be a small difference of large sums. Two forms hold to that:
 
 - one decay a head: the factors of all pairs of a chunk, from differences of sums in float64;
 - one a channel, where a factor for each pair and channel would be too many: halves within halves.
   A pair lies in two neighbouring runs of 2^n tokens, and its factor is the later token's, from the
-  start of its run, times the earlier one's, to the end of its run. Both are at most 1. Sums over
-  runs of 2^(n+1) are those over 2^n with the neighbour's whole sum added, and gradients go back
-  the same way.
+  start of its run, times the earlier one's, to the end of its run. Both are at most 1. Factors over
+  runs of 2^(n+1) are those over 2^n, times the neighbour's whole factor in one half; gradients go
+  back the same way.
+
+Rows are what meets keys: keys themselves, and queries, [count, chunks, kinds, chunk, head_dim].
 """
 
 from __future__ import annotations
@@ -24,18 +26,10 @@ from typing_extensions import override
 LEAST = -1000.0
 
 
-class Runs(NamedTuple):
-    """Sums of decay within runs of equal length, [count, chunks, rows, channels]."""
-
-    length: int
-    until: Tensor  # from the start of its run to each token, this one included
-    after: Tensor  # from behind each token to the end of its run
-
-
 class ChunkDecay:
     """Factors of decay within chunks: until a token, from behind it, and of the whole chunk.
 
-    until, after: [count, chunks, rows, channels]; whole: [count, chunks, channels, 1]. Channels
+    until, after: [count, chunks, chunk, channels]; whole: [count, chunks, channels, 1]. Channels
     are 1 where all share their decay.
     """
 
@@ -44,7 +38,7 @@ class ChunkDecay:
     whole: Tensor
 
     def of_pairs(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Products of each row with the keys until it, with factors: [count, chunks, rows, keys].
+        """Products of each row with the keys until it, faded: [count, chunks, kinds, chunk, chunk].
 
         Zero where the key comes later.
         """
@@ -53,7 +47,7 @@ class ChunkDecay:
     def through_pairs(
         self, grads: Tensor, pairs: Tensor, rows: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Gradients of rows and keys, from those of their products; notes those of decay."""
+        """Gradients of rows and keys, from those of their products; notes that of decay."""
         raise NotImplementedError
 
     def gradient(self, until: Tensor, after: Tensor, whole: Tensor) -> Tensor:
@@ -65,29 +59,28 @@ class NoDecay(ChunkDecay):
     """Nothing fades."""
 
     def __init__(self, like: Tensor) -> None:
-        self.until = self.after = like.new_ones(1, 1, 1, 1)
-        self.whole = self.until
+        self.until = self.after = self.whole = like.new_ones(1, 1, 1, 1)
 
     @override
     def of_pairs(self, rows: Tensor, keys: Tensor) -> Tensor:
-        return (rows @ keys.mT).tril_()
+        return _products(rows, keys).tril_()
 
     @override
     def through_pairs(
         self, grads: Tensor, pairs: Tensor, rows: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        return grads @ keys, grads.mT @ rows
+        return _through_products(grads, rows, keys)
 
 
 class HeadDecay(ChunkDecay):
-    """One decay a head and token, [count, chunks, rows]."""
+    """One decay a head and token, [count, chunks, chunk]."""
 
     def __init__(self, decay: Tensor, wide: torch.dtype) -> None:
         total = decay.double().clamp_(min=LEAST).cumsum(-1)
         last = total[..., -1:]
         gap = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(wide)
         later = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu_(1)
-        self.factors = gap.masked_fill_(later, -torch.inf).exp_()
+        self.factors = gap.masked_fill_(later, -torch.inf).exp_().unsqueeze(2)
         self.until = total.exp().to(wide).unsqueeze(-1)
         self.after = (last - total).exp().to(wide).unsqueeze(-1)
         self.whole = last.exp().to(wide).unsqueeze(-1)
@@ -95,16 +88,14 @@ class HeadDecay(ChunkDecay):
 
     @override
     def of_pairs(self, rows: Tensor, keys: Tensor) -> Tensor:
-        return (rows @ keys.mT).mul_(self.factors)
+        return _products(rows, keys).mul_(self.factors)
 
     @override
     def through_pairs(
         self, grads: Tensor, pairs: Tensor, rows: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        crossing = grads * pairs
-        self.crossing = crossing if self.crossing is None else self.crossing.add_(crossing)
-        grads = grads * self.factors
-        return grads @ keys, grads.mT @ rows
+        self.crossing = (grads * pairs).sum(2)
+        return _through_products(grads * self.factors, rows, keys)
 
     @override
     def gradient(self, until: Tensor, after: Tensor, whole: Tensor) -> Tensor:
@@ -112,92 +103,108 @@ class HeadDecay(ChunkDecay):
         assert self.crossing is not None
         before = torch.nn.functional.pad(self.crossing, (1, 0))[..., :-1].cumsum(-1)
         found = before.tril_().sum(-2, dtype=torch.float64)
-        found += until.squeeze(-1).double().flip(-1).cumsum(-1).flip(-1)
-        after = torch.nn.functional.pad(after.squeeze(-1).double(), (1, 0))[..., :-1]
-        found += after.cumsum(-1)
-        return found.add_(whole.squeeze(-1))
+        found += until.sum(-1).double().flip(-1).cumsum(-1).flip(-1)
+        after = torch.nn.functional.pad(after.sum(-1).double(), (1, 0))[..., :-1]
+        return found.add_(after.cumsum(-1)).add_(whole.sum(-2))
+
+
+def _products(rows: Tensor, keys: Tensor) -> Tensor:
+    return (rows.flatten(2, 3) @ keys.mT).unflatten(2, rows.shape[2:4])
+
+
+def _through_products(grads: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    grads = grads.flatten(2, 3)
+    return (grads @ keys).unflatten(2, rows.shape[2:4]), grads.mT @ rows.flatten(2, 3)
+
+
+class Halves(NamedTuple):
+    """Factors of each two neighbouring runs, [count, chunks, pairs of runs, length, channels]."""
+
+    length: int
+    until: Tensor  # in the later run, from its start to each token, this one included
+    after: Tensor  # in the earlier run, from behind each token to its end
 
 
 class ChannelDecay(ChunkDecay):
-    """A decay for each channel, [count, chunks, rows, channels]; rows: a power of two."""
+    """A decay for each channel, [count, chunks, chunk, channels]; chunks are powers of two long."""
 
     def __init__(self, decay: Tensor) -> None:
-        decay = decay.clamp(min=LEAST)
-        length, until, after, total = 1, decay, torch.zeros_like(decay), decay
-        self.runs: list[Runs] = []
-        rows = decay.shape[2]
-        while length < rows:
-            self.runs.append(Runs(length, until, after))
-            until, after, sums = until.clone(), after.clone(), total.unflatten(2, (-1, 2))
-            halves(until, length)[1].add_(sums[:, :, :, :1])
-            halves(after, length)[0].add_(sums[:, :, :, 1:])
-            total, length = sums.sum(3), 2 * length
-        self.until, self.after = until.exp(), after.exp()
-        self.whole = total.exp().mT
-        self.crossing: list[tuple[Tensor, Tensor]] | None = None
+        until, length = decay.clamp(min=LEAST).exp_(), 1
+        after, total = torch.ones_like(until), until.clone()
+        self.levels: list[Halves] = []
+        while length < decay.shape[2]:
+            earlier, later = halves(after, length)[0], halves(until, length)[1]
+            self.levels.append(Halves(length, later.clone(), earlier.clone()))
+            whole = total.unflatten(2, (-1, 2, 1))
+            later.mul_(whole[:, :, :, 0])
+            earlier.mul_(whole[:, :, :, 1])
+            total, length = whole.prod(3).squeeze(3), 2 * length
+        self.until, self.after, self.whole = until, after, total.mT
+        self.crossing: list[tuple[Tensor, Tensor]] = []
 
     @override
     def of_pairs(self, rows: Tensor, keys: Tensor) -> Tensor:
-        found = rows.new_zeros(*rows.shape[:3], rows.shape[2])
-        found.diagonal(dim1=2, dim2=3).copy_((rows * keys).sum(-1))
-        for runs in self.runs:
-            later, earlier = _weighted(runs, rows, keys)
-            _block(found, runs.length).copy_((later @ earlier.mT).permute(0, 1, 3, 4, 2))
+        found = rows.new_zeros(*rows.shape[:4], rows.shape[3])
+        found.diagonal(dim1=3, dim2=4).copy_((rows * keys.unsqueeze(2)).sum(-1))
+        for level in self.levels:
+            later, earlier = _faded(level, rows, keys)
+            blocks = _blocks(found, level.length)
+            blocks.copy_((later.flatten(3, 4) @ earlier.mT).view(blocks.shape))
         return found
 
     @override
     def through_pairs(
         self, grads: Tensor, pairs: Tensor, rows: Tensor, keys: Tensor
     ) -> tuple[Tensor, Tensor]:
-        own = grads.diagonal(dim1=2, dim2=3).unsqueeze(-1)
-        grad_rows, grad_keys = own * keys, own * rows
-        crossing = []
-        for runs in self.runs:
-            later, earlier = _weighted(runs, rows, keys)
-            block = _block(grads, runs.length).permute(0, 1, 4, 2, 3).contiguous()
-            of_later, of_earlier = block @ earlier, block.mT @ later
-            crossing.append((of_later * later, of_earlier * earlier))
-            until, after = halves(runs.until, runs.length)[1], halves(runs.after, runs.length)[0]
-            halves(grad_rows, runs.length)[1].add_(of_later.mul_(until.exp()))
-            halves(grad_keys, runs.length)[0].add_(of_earlier.mul_(after.exp()))
-        if self.crossing is None:
-            self.crossing = crossing
-        else:
-            for sums, more in zip(self.crossing, crossing, strict=True):
-                sums[0].add_(more[0])
-                sums[1].add_(more[1])
+        own = grads.diagonal(dim1=3, dim2=4).unsqueeze(-1)
+        grad_rows, grad_keys = own * keys.unsqueeze(2), (own * rows).sum(2)
+        self.crossing = []
+        for level in self.levels:
+            later, earlier = _faded(level, rows, keys)
+            blocks = _blocks(grads, level.length).flatten(3, 4)
+            of_later = (blocks @ earlier).view(later.shape)
+            of_earlier = blocks.mT @ later.flatten(3, 4)
+            self.crossing.append(((of_later * later).sum(3), of_earlier * earlier))
+            into = _later_rows(grad_rows, level.length)
+            into.addcmul_(of_later, level.until.unsqueeze(3))
+            halves(grad_keys, level.length)[0].addcmul_(of_earlier, level.after)
         return grad_rows, grad_keys
 
     @override
     def gradient(self, until: Tensor, after: Tensor, whole: Tensor) -> Tensor:
-        """Back from sums over long runs to those over short ones."""
-        assert self.crossing is not None
+        """Back from factors over long runs to those over short ones."""
         of_total = whole.mT
-        for runs, (of_later, of_earlier) in zip(
-            reversed(self.runs), reversed(self.crossing), strict=True
+        for level, (of_later, of_earlier) in zip(
+            reversed(self.levels), reversed(self.crossing), strict=True
         ):
-            first, second = halves(after, runs.length)[0], halves(until, runs.length)[1]
-            sums = torch.stack([second.sum(3), first.sum(3)], 3)  # each half's, by the other
+            earlier, later = halves(after, level.length)[0], halves(until, level.length)[1]
+            sums = torch.stack([later.sum(3), earlier.sum(3)], 3)  # each half's, by the other
             of_total = of_total.unsqueeze(3).add(sums).flatten(2, 3)
-            second.add_(of_later)
-            first.add_(of_earlier)
+            later.add_(of_later)
+            earlier.add_(of_earlier)
         return until.add_(of_total)
 
 
 def halves(rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
-    """Runs of so many rows, the earlier and the later of each two: [.., pairs, length, dim]."""
+    """Runs of so many rows, earlier and later: [.., pairs of runs, length, channels]."""
     both = rows.unflatten(2, (-1, 2, length))
     return both[:, :, :, 0], both[:, :, :, 1]
 
 
-def _weighted(runs: Runs, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+def _later_rows(rows: Tensor, length: int) -> Tensor:
+    """Rows of later runs, [count, chunks, pairs of runs, kinds, length, head_dim]."""
+    return rows.unflatten(3, (-1, 2, length))[:, :, :, :, 1].transpose(2, 3)
+
+
+def _faded(level: Halves, rows: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
     """Rows of later runs and keys of earlier ones, with their factors."""
-    later = halves(rows, runs.length)[1] * halves(runs.until, runs.length)[1].exp()
-    earlier = halves(keys, runs.length)[0] * halves(runs.after, runs.length)[0].exp()
-    return later, earlier
+    rows = _later_rows(rows, level.length)
+    later = rows.new_empty(rows.shape)  # in this order, which a product would not keep
+    torch.mul(rows, level.until.unsqueeze(3), out=later)
+    return later, halves(keys, level.length)[0] * level.after
 
 
-def _block(pairs: Tensor, length: int) -> Tensor:
-    """Pairs of a later run's rows and an earlier run's keys, [count, chunks, rows, keys, runs]."""
-    both = pairs.unflatten(3, (-1, 2, length)).unflatten(2, (-1, 2, length))
-    return both.diagonal(dim1=2, dim2=5)[:, :, 1, :, 0]
+def _blocks(pairs: Tensor, length: int) -> Tensor:
+    """Pairs of later runs' rows and earlier runs' keys, [.., pairs of runs, kinds, rows, keys]."""
+    both = pairs.unflatten(4, (-1, 2, length)).unflatten(3, (-1, 2, length))
+    return both.diagonal(dim1=3, dim2=6)[:, :, :, 1, :, 0].permute(0, 1, 5, 2, 3, 4)

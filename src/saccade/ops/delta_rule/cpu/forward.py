@@ -50,11 +50,8 @@ class DenseRows:
         return rows if self.group == 1 else rows.repeat_interleave(self.group, 0)
 
     def write(self, into: Tensor, chunks: Tensor, at: Span) -> None:
-        """Write chunks of a span to rows [batch, heads, length, …]; of shared heads, their sum."""
-        heads = into.shape[1]
-        if heads != self.value_heads:
-            chunks = chunks.unflatten(0, (-1, self.group)).sum(1)
-        rows = chunks.unflatten(0, (self.batch, heads)).flatten(2, 3)
+        """Write chunks of a span, of each head of it, to rows [batch, heads, length, …]."""
+        rows = chunks.unflatten(0, (self.batch, into.shape[1])).flatten(2, 3)
         into[:, :, at.start : at.stop].copy_(rows[:, :, : at.stop - at.start])
 
 
@@ -79,33 +76,40 @@ def spans_of(length: int, chunk: int, at_once: int) -> list[Span]:
 
 
 class Block:
-    """A span of chunks, as far as it needs no state: [count, chunks, chunk, …].
+    """A span of chunks, as far as it needs no state.
 
-    `system` is beta times products of keys, of which what lies below the diagonal counts.
+    Rows are keys and, where the output is wanted, scaled queries; `pairs` are their products with
+    keys, faded, and `new` they themselves as they meet the state before their chunk. `system` is
+    beta times products of keys, of which what lies below the diagonal counts.
     """
 
     def __init__(self, dense: DenseRows, at: Span, queries: bool = True) -> None:
         """queries: whether they are wanted, which the state does without."""
-        self.at, self.scale = at, dense.variant.scale
-        self.key, self.key_norm = _normalized(dense, dense.key, at)
+        self.at, self.norms = at, []
         self.value, self.beta = dense.chunks(dense.value, at), dense.chunks(dense.beta, at)
-        self.decay = decay_of(dense, at, self.value)
-        self.pairs = self.decay.of_pairs(self.key, self.key)
-        self.system = self.pairs * self.beta.unsqueeze(-1)
-        self.new_key = self.key * self.decay.until  # as it meets the state before the chunk
-        self.old_key = self.key * self.decay.after  # as the state after the chunk has it
-        self.whole = self.decay.whole.expand(*self.key.shape[:2], -1, -1)
+        sizes = (dense.count, at.chunks, 1 + queries, at.chunk, dense.head_dim)
+        self.rows = self.value.new_empty(sizes)
+        for n, tensor in enumerate((dense.key, dense.query)[: 1 + queries]):
+            chunks, norm = normalized(dense, tensor, at)
+            self.norms.append(norm)
+            self.rows[:, :, n] = dense.repeated(chunks)
         if queries:
-            self.query, self.query_norm = _normalized(dense, dense.query, at)
-            self.query = self.query * self.scale
-            self.scores = self.decay.of_pairs(self.query, self.key)
-            self.new_query = self.query * self.decay.until
+            self.rows[:, :, 1].mul_(dense.variant.scale)
+        self.key = self.rows[:, :, 0].contiguous()
+        self.decay = decay_of(dense, at, self.value)
+        self.pairs = self.decay.of_pairs(self.rows, self.key)
+        self.system = self.pairs[:, :, 0] * self.beta.unsqueeze(-1)
+        fades = dense.decay is not None
+        self.new = self.rows * self.decay.until.unsqueeze(2) if fades else self.rows
+        self.old_key = self.key * self.decay.after if fades else self.key
+        self.whole = self.decay.whole.expand(*self.key.shape[:2], -1, -1)
 
-    def update(self, n: int, state: Tensor) -> Tensor:
-        """What chunk n writes for its keys, given the state before it."""
-        new = torch.baddbmm(self.value[:, n], self.new_key[:, n], state, alpha=-1)
-        new.mul_(self.beta[:, n].unsqueeze(-1))
-        return solve(self.system[:, n], new)
+    def update(self, n: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        """What chunk n writes for its keys, given the state before it; what rows read of that."""
+        read = torch.bmm(self.new[:, n].flatten(1, 2), state)
+        error = self.value[:, n] - read[:, : self.at.chunk]
+        error.mul_(self.beta[:, n].unsqueeze(-1))
+        return solve(self.system[:, n], error), read
 
     def advance(self, n: int, state: Tensor, update: Tensor) -> None:
         """Let the state fade by chunk n and take its updates in, in place."""
@@ -121,13 +125,13 @@ def decay_of(dense: DenseRows, at: Span, like: Tensor) -> ChunkDecay:
     return ChannelDecay(dense.chunks(dense.decay, at))
 
 
-def _normalized(dense: DenseRows, rows: Tensor, at: Span) -> tuple[Tensor, Tensor | None]:
-    """Chunks of queries or keys by value head, and one over their rows' lengths if divided."""
-    chunks, norm = dense.chunks(rows, at), None
-    if dense.variant.normalize_qk:
-        norm = torch.rsqrt(chunks.square().sum(-1, keepdim=True).add_(NORM_EPS))
-        chunks = chunks * norm
-    return dense.repeated(chunks), norm
+def normalized(dense: DenseRows, rows: Tensor, at: Span) -> tuple[Tensor, Tensor | None]:
+    """Chunks of queries or keys, and what each row was multiplied by to get length 1, if it was."""
+    chunks = dense.chunks(rows, at)
+    if not dense.variant.normalize_qk:
+        return chunks, None
+    norm = torch.rsqrt(chunks.square().sum(-1, keepdim=True).add_(NORM_EPS))
+    return chunks * norm, norm
 
 
 def solve(system: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
@@ -142,9 +146,9 @@ def attend(dense: DenseRows, spans: list[Span], state: Tensor, output: Tensor) -
         block = Block(dense, at)
         found = torch.empty_like(block.value)
         for n in range(at.chunks):
-            update = block.update(n, state)
-            read = torch.bmm(block.new_query[:, n], state)
-            found[:, n] = read.baddbmm_(block.scores[:, n], update)
+            update, read = block.update(n, state)
+            read = read[:, at.chunk :]
+            torch.baddbmm(read, block.pairs[:, n, 1], update, out=found[:, n])
             block.advance(n, state, update)
         dense.write(output, found, at)
 
@@ -155,5 +159,5 @@ def states_before(dense: DenseRows, spans: list[Span], state: Tensor) -> Iterato
         block, states = Block(dense, at, queries=False), []
         for n in range(at.chunks):
             states.append(state.clone())
-            block.advance(n, state, block.update(n, state))
+            block.advance(n, state, block.update(n, state)[0])
         yield states
