@@ -304,6 +304,45 @@ for _place in (BATCH, HEADS):
 
 for _place in (BATCH, HEADS):
 
+    @case(f"delta {_place}", _place)
+    def _delta(mesh: Any, place: Any) -> None:
+        rows = [drawn(2, 2, 9, 8), drawn(2, 2, 9, 8) / 3, drawn(2, 4, 9, 6)]
+        rows += [torch.rand(2, 4, 9).double(), -torch.rand(2, 4, 9, 8).double()]
+
+        def call(query: Any, key: Any, value: Any, beta: Any, decay: Any, state: Any) -> Any:
+            return saccade.gated_delta_rule(
+                query, key, value, beta, decay=decay, initial_state=state, return_state=True
+            )
+
+        compare(mesh, call, [*rows, drawn(2, 4, 8, 6)], [place] * 6)
+        compare(mesh, call, [*rows, drawn(2, 4, 8, 6)], [place] * 4 + [WHOLE] * 2)
+
+    @case(f"delta step {_place}", _place)
+    @torch.no_grad()
+    def _delta_step(mesh: Any, place: Any) -> None:
+        state = drawn(2, 4, 8, 6)
+        spread = distribute_tensor(state, mesh, [place])
+        for _ in range(2):
+            rows = [drawn(2, 2, 1, 8), drawn(2, 2, 1, 8), drawn(2, 4, 1, 6)]
+            rows.append(torch.rand(2, 4, 1).double())
+            parts = [distribute_tensor(each, mesh, [place]) for each in rows]
+            wanted = saccade.gated_delta_rule_step(state, *rows)
+            same(saccade.gated_delta_rule_step(spread, *parts), wanted, "output")
+        same(spread, state, "state")
+
+
+@case("delta packed")
+def _delta_packed(mesh: Any) -> None:
+    rows = [drawn(12, 2, 8), drawn(12, 2, 8) / 3, drawn(12, 4, 8), torch.rand(12, 4).double()]
+
+    def call(*rows: Any) -> Any:
+        return saccade.gated_delta_rule_varlen(*rows, OFFSETS, return_state=True)
+
+    compare(mesh, call, rows, [HEADS] * 4)
+
+
+for _place in (BATCH, HEADS):
+
     @case(f"compiled {_place}", _place)
     def _compiled(mesh: Any, place: Any) -> None:
         torch.compiler.reset()

@@ -42,6 +42,15 @@ def pages(*queries: Any) -> list[Tensor]:
     return [torch.randn(*queries), *pools, table, torch.tensor([3, 10], dtype=torch.int32)]
 
 
+def delta_rows() -> list[Tensor]:
+    return [*rows(2, 2, 4), torch.rand(2, 4, 9)]
+
+
+def delta_step(*tensors: Tensor) -> Any:
+    state = tensors[4].clone()
+    return saccade.gated_delta_rule_step(state, *tensors[:4]), state
+
+
 def state() -> list[Tensor]:
     return [torch.rand(2, 2, 8, 8), torch.rand(2, 2, 8)]
 
@@ -107,6 +116,16 @@ DIFFERENTIABLE: dict[str, tuple[Call, Callable[[], list[Tensor]]]] = {
     ),
     "linear, a state": (with_state, lambda: [*rows(4, 2, 2), *state()]),
     "linear packed": (saccade.linear_attention_varlen, lambda: [*packed(4, 2, 2), OFFSETS]),
+    "delta rule": (
+        lambda *given: saccade.gated_delta_rule(
+            *given[:4], decay=-given[4].abs(), initial_state=given[5], return_state=True
+        ),
+        lambda: [*delta_rows(), torch.randn(2, 4, 9, 8), torch.randn(2, 4, 8, 8)],
+    ),
+    "delta rule packed": (
+        saccade.gated_delta_rule_varlen,
+        lambda: [*packed(2, 2, 4), torch.rand(13, 4), OFFSETS],
+    ),
     "linear packed, softmax": (
         lambda *given: saccade.linear_attention_varlen(*given, feature_map="softmax"),
         lambda: [*packed(4, 2, 2), OFFSETS],
@@ -124,6 +143,10 @@ FORWARD_ONLY: dict[str, tuple[Call, Callable[[], list[Tensor]]]] = {
     "step": (step, lambda: [*rows(4, 2, 2, length=1), *state()]),
     "step in a pool": (
         pooled_step, lambda: [*rows(4, 2, 2, length=1), *state(), torch.tensor([1, 0])],
+    ),
+    "delta rule, step": (
+        delta_step,
+        lambda: [*(each[:, :, :1] for each in delta_rows()), torch.randn(2, 4, 8, 8)],
     ),
     "merge": (
         lambda *given: saccade.merge_states(list(given[:2]), list(given[2:])),

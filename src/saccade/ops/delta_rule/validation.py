@@ -141,7 +141,7 @@ def _check_rows(
     named: dict[str, str],
 ) -> None:
     """Refuse numbers of tokens that have none of these shapes."""
-    takes = f"a floating-point tensor {named[name]}, here {' or '.join(map(_shown, shapes))}"
+    takes = f"a floating-point tensor {named[name]}"
     check_floating_point(name, rows, takes)
     assert isinstance(rows, Tensor)
     fits = [
@@ -149,13 +149,10 @@ def _check_rows(
         for shape in shapes
     ]
     if not any(fits):
-        raise ValueError(f"{name}: got shape {tuple(rows.shape)}, takes {takes}")
+        here = " or ".join([f"{tuple(shape)}" for shape in shapes])
+        raise ValueError(f"{name}: got shape {tuple(rows.shape)}, takes {takes}, here {here}")
     if rows.device != query.device:
         raise ValueError(f"{name}: got {rows.device}, takes query's {query.device}")
-
-
-def _shown(shape: tuple[int, ...]) -> str:
-    return "(" + ", ".join(map(str, shape)) + ")"
 
 
 def check_state(name: str, state: object, inputs: DeltaInputs) -> None:
@@ -164,7 +161,7 @@ def check_state(name: str, state: object, inputs: DeltaInputs) -> None:
         return
     query, value = inputs.query, inputs.value
     wanted = (inputs.num_sequences, inputs.value_heads, query.shape[-1], value.shape[-1])
-    takes = f"a floating-point tensor {STATE_SHAPE}, here {_shown(wanted)}"
+    takes = f"a floating-point tensor {STATE_SHAPE}, here {tuple(wanted)}"
     check_floating_point(name, state, takes)
     assert isinstance(state, Tensor)
     if state.dim() != 4 or any(map(operator.ne, state.shape, wanted)):

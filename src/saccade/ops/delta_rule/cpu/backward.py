@@ -70,7 +70,7 @@ def _differentiate_block(
 ) -> None:
     at, decay, state = block.at, block.decay, torch.stack(states, 1)
     grad = dense.chunks(grad_output, at)
-    beta, fades = block.beta.unsqueeze(-1), not isinstance(block.decay, NoDecay)
+    beta, decays = block.beta.unsqueeze(-1), not isinstance(block.decay, NoDecay)
     new_key, new_query = block.new.unbind(2)
     error = block.value - new_key @ state
     update = solve(block.system, beta * error)
@@ -98,7 +98,7 @@ def _differentiate_block(
     grad_key.add_(grad_rows[:, :, 0]).addcmul_(of_old_key, decay.after)
     dense.write(leave.value, grad_value, at)
     dense.write(leave.beta, grad_beta, at)
-    if leave.decay is not None and fades:
+    if leave.decay is not None and decays:
         until = of_new.mul_(block.new).sum(2)
         whole = (later * state).sum(-1, keepdim=True).mul_(block.whole)
         after = of_old_key.mul_(block.old_key)

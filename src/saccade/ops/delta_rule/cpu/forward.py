@@ -99,9 +99,9 @@ class Block:
         self.decay = decay_of(dense, at, self.value)
         self.pairs = self.decay.of_pairs(self.rows, self.key)
         self.system = self.pairs[:, :, 0] * self.beta.unsqueeze(-1)
-        fades = dense.decay is not None
-        self.new = self.rows * self.decay.until.unsqueeze(2) if fades else self.rows
-        self.old_key = self.key * self.decay.after if fades else self.key
+        decays = dense.decay is not None
+        self.new = self.rows * self.decay.until.unsqueeze(2) if decays else self.rows
+        self.old_key = self.key * self.decay.after if decays else self.key
         self.whole = self.decay.whole.expand(*self.key.shape[:2], -1, -1)
 
     def update(self, n: int, state: Tensor) -> tuple[Tensor, Tensor]:
