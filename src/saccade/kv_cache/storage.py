@@ -20,6 +20,7 @@ from saccade.runtime.arguments import (
     check_tensor,
     values_readable,
 )
+from saccade.runtime.call_cache import unobserved
 from saccade.runtime.custom_op import EXACT_STRIDES
 from saccade.runtime.spec import DTYPES, QUANTISED
 
@@ -340,10 +341,13 @@ def write_kv_cache(  # breaks function-length: most of it is the docstring
             "saccade: a gradient through write_kv_cache is not implemented; call it under "
             "torch.no_grad()"
         )
-    torch.ops.saccade.write_kv_cache.default(
+    tensors = (
         key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales, cos, sin,
-        interleaved,
     )  # fmt: skip
+    if key.device.type == "cpu" and not torch.compiler.is_compiling() and unobserved(tensors):
+        _write(*tensors, interleaved)  # the dispatcher takes as long as a few rows do
+    else:
+        torch.ops.saccade.write_kv_cache.default(*tensors, interleaved)
 
 
 def _write(
@@ -361,22 +365,32 @@ def _write(
     """In plain PyTorch, on any device; it waits for the device to learn which slots are skipped."""
     if cos is not None and sin is not None:
         key = rotated(key, cos, sin, interleaved)
-    if bool((slot_mapping < 0).any()):
+    if slot_mapping.numel() == 0:
+        return
+    if slot_mapping.min().item() < 0:
         kept = slot_mapping >= 0
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
-    page_size = key_pages.shape[2]
-    page, slot = slot_mapping // page_size, slot_mapping % page_size
     for rows, pages, scales in (
         (key, key_pages, key_scales),
         (value, value_pages, value_scales),
     ):
         if scales is not None:
             rows, of_rows = quantised(rows, pages.dtype)
-            scales.transpose(1, 2)[page, slot] = of_rows.to(scales.dtype)
+            _put(scales, slot_mapping, of_rows.to(scales.dtype))
         rows = rows.to(pages.dtype)
         if pages.dtype == torch.float8_e4m3fn:  # which PyTorch places only by their bits
             rows, pages = rows.view(torch.int8), pages.view(torch.int8)
-        pages.transpose(1, 2)[page, slot] = rows
+        _put(pages, slot_mapping, rows)
+
+
+def _put(pages: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows [tokens, heads, ...] into slots of pages [num_pages, heads, page_size, ...]."""
+    of_heads = pages.transpose(0, 1)
+    if of_heads.is_contiguous():  # as `PagedCache` has them: all slots of a head follow each other
+        of_heads.flatten(1, 2).index_copy_(1, slots.long(), rows.transpose(0, 1))
+        return
+    page_size = pages.shape[2]
+    pages.transpose(1, 2)[slots // page_size, slots % page_size] = rows
 
 
 torch.library.impl("saccade::write_kv_cache", "CompositeExplicitAutograd", _write)
@@ -439,7 +453,8 @@ def _check_slots(slot_mapping: Tensor, key: Tensor, key_pages: Tensor) -> None:
     slots = key_pages.shape[0] * key_pages.shape[2]
     if not values_readable(slot_mapping) or slot_mapping.numel() == 0:
         return
-    least, most = int(slot_mapping.min()), int(slot_mapping.max())
+    numbers = slot_mapping.tolist()
+    least, most = min(numbers), max(numbers)
     if least < -1 or most >= slots:
         got = least if least < -1 else most
         raise ValueError(f"slot_mapping: got slot {got}, takes -1 to {slots - 1}")

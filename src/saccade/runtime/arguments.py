@@ -477,22 +477,28 @@ def _check_table(inputs: PagedInputs) -> None:
     for name, tensor in (("page_table", inputs.page_table), ("kv_lens", inputs.kv_lens)):
         if tensor.shape[0] != batch:
             raise ValueError(f"{name}: got {tensor.shape[0]} sequences, takes query's {batch}")
-    if values_readable(inputs.kv_lens) and values_readable(inputs.page_table):
-        _check_values(inputs)
+    check_page_values(inputs)
 
 
-def _check_values(inputs: PagedInputs) -> None:
+def check_page_values(inputs: PagedInputs) -> None:
+    """Refuse lengths and page numbers that do not fit the pages, where they can be read."""
     lens, table = inputs.kv_lens, inputs.page_table
-    num_pages, _, page_size, _ = inputs.key_pages.shape
-    if lens.numel() == 0:
+    if lens.numel() == 0 or not (values_readable(lens) and values_readable(table)):
         return
+    num_pages, _, page_size, _ = inputs.key_pages.shape
     slots = table.shape[1] * page_size
-    if int(lens.min()) < 0 or int(lens.max()) > slots:
-        got = int(lens.min()) if int(lens.min()) < 0 else int(lens.max())
+    least, most = (int(each) for each in lens.aminmax())
+    if least < 0 or most > slots:
+        got = least if least < 0 else most
         raise ValueError(
             f"kv_lens: got {got}, takes 0 to {slots}: page_table has {table.shape[1]} pages of "
             f"{page_size} slots"
         )
+    if table.numel() == 0:
+        return
+    first, last = (int(each) for each in table.aminmax())
+    if first >= 0 and last < num_pages:  # as it mostly is, also behind the sequences' ends
+        return
     used = torch.arange(table.shape[1], device=lens.device) * page_size < lens.unsqueeze(1)
     wrong = used & ((table < 0) | (table >= num_pages))
     if bool(wrong.any()):

@@ -7,8 +7,8 @@ options; of lengths and strides no more than the choice asks (`backends.lengths_
 TMA can read the tensors), so that a call of a new length is like one that was validated. Calls over
 pages, of linear attention and of the gated delta rule are kept under shapes and strides. Anything
 out of the ordinary (captured tensors, dropout, autocast, tracing, transforms, modes, tensor
-subclasses, lengths and offsets that can be read) is validated every time, so that what observes
-calls sees the same of each.
+subclasses, offsets that can be read) is validated every time, so that what observes calls sees the
+same of each. Of calls over pages, lengths and page numbers that can be read are checked every time.
 """
 
 from __future__ import annotations

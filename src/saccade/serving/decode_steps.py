@@ -149,6 +149,8 @@ class DecodeStep:
         options: of `saccade.attention_paged`.
     """
 
+    layers_are_checked = True  # by the same layers, called with a `BatchStep` before
+
     def __init__(
         self, cache: saccade.PagedCache, layers: Mapping[int, int], options: Mapping[str, Any],
         inbox: Inbox, lanes: Lanes, rows: int,

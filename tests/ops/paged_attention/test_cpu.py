@@ -7,7 +7,8 @@ import saccade
 from saccade.ops.paged_attention import cpu as paged_cpu
 from saccade.ops.paged_attention.cpu import COPIED_ROWS, PageReader, Piece, Scratch
 from saccade.runtime.spec import PagedInputs
-from saccade.testing import make_paged_case
+from saccade.runtime.validation import prepare_paged
+from saccade.testing import assert_exact, make_paged_case
 from saccade.testing.paged import MEMORIES
 
 RAGGED = ((1, 40), (1, 3), (1, 17), (3, 9), (1, 64))
@@ -20,8 +21,8 @@ def groups_of(**description):
     return paged_cpu.short_groups(inputs, variant, lens)
 
 
-def test_single_rows_of_short_sequences_are_taken_the_shortest_first():
-    assert groups_of() == [paged_cpu.Group([1, 2, 0, 4], 64)]
+def test_single_rows_of_short_sequences_are_a_group_in_their_order():
+    assert groups_of() == [paged_cpu.Group([0, 1, 2, 4], 64)]
 
 
 def test_groups_hold_no_more_than_is_copied_at_once(monkeypatch):
@@ -75,23 +76,71 @@ def test_result_is_the_references_and_nothing_hidden_shows(packed, sinks, mask):
     assert found[0].isfinite().all()
 
 
-def test_masks_that_differ_between_heads_are_left_to_the_others(monkeypatch):
+def planned(case):
+    inputs, variant = case.prepared()
+    return paged_cpu.planned_groups(inputs, variant, None)
+
+
+def test_masks_that_differ_between_heads_are_left_to_the_others():
     @saccade.masks.function
     def of_head(batch, head, query_row, kv_row):
         return kv_row % 2 == head % 2
 
-    seen = []
-    monkeypatch.setattr(paged_cpu, "attend_group", lambda *a: seen.append(real(*a)) or seen[-1])
     case = make_paged_case(lengths=((1, 8), (1, 12)))
     inputs, _ = case.prepared()
     given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]
+    options = {"mask": of_head(), "scale": None, "batch_invariant": False, "return_lse": False}
+    inputs, variant, *_ = prepare_paged(inputs, score=None, config=None, **options)
+    assert paged_cpu.planned_groups(inputs, variant, None) == []
     found = saccade.attention_paged(*given, mask=of_head(), implementation="cpu")
     wanted = saccade.attention_paged(*given, mask=of_head(), implementation="reference")
-    assert seen == [None]
     torch.testing.assert_close(found, wanted)
 
 
-real = paged_cpu.attend_group
+def test_layers_share_a_plan_until_lengths_or_pages_change():
+    case = make_paged_case(lengths=((1, 40), (1, 17)))
+    inputs, variant = case.prepared()
+    (group,) = planned(case)
+    again = inputs._replace(kv_lens=inputs.kv_lens.clone(), query=inputs.query + 1)
+    assert paged_cpu.planned_groups(again, variant, None)[0] is group
+    again.kv_lens[0] -= 1  # a plan goes by what is in the tensors, not by the tensors
+    assert paged_cpu.planned_groups(again, variant, None)[0].kv_len == 39
+    swapped = inputs._replace(page_table=inputs.page_table.clone())
+    swapped.page_table[0, :2] = inputs.page_table[0, :2].flip(0)
+    (other,) = paged_cpu.planned_groups(swapped, variant, None)
+    assert not torch.equal(other.key_parts, group.key_parts)
+
+
+def test_plans_refuse_what_is_not_in_the_pages():
+    case = make_paged_case(lengths=((1, 40), (1, 17)))
+    case.run("cpu")
+    case.table["page_table"][1, 0] = 1000
+    for batch_invariant in (False, True):
+        with pytest.raises(ValueError, match="page_table: got page 1000"):
+            case.run("cpu", batch_invariant=batch_invariant)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_longer_sequences_are_read_where_they_lie(monkeypatch, page_size, mask, packed):
+    monkeypatch.setattr(paged_cpu, "SHORT", 20 * 2 * 2 * 16)
+    case = make_paged_case(
+        lengths=((1, 40), (1, 17), (1, 33), (1, 9), (2, 30)), packed=packed, mask=mask,
+        page_size=page_size, kv_heads=2, head_dim=16, value_dim=16, scattered=False,
+        memory="heads_first", sinks=True,
+    ) if packed else make_paged_case(
+        lengths=((1, 40), (1, 17), (1, 33), (1, 9)), mask=mask, page_size=page_size, kv_heads=2,
+        head_dim=16, value_dim=16, scattered=False, memory="heads_first",
+    )  # fmt: skip
+    inputs, variant = case.prepared()
+    ends = None if not packed else inputs.cu_seqlens_q.tolist()
+    kinds = [
+        (type(group).__name__, group.sequences)
+        for group in paged_cpu.planned_groups(inputs, variant, ends)
+    ]
+    assert kinds == [("PlannedGroup", [1, 3]), ("ViewedGroup", [0, 2])]
+    assert_exact(case, "cpu")
 
 
 def pages_of(dtype=torch.float32, fixed=False, **description):

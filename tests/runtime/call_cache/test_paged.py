@@ -1,7 +1,7 @@
 """A call over pages like one that was checked before is recalled, and never confused with another.
 
-On a CPU lengths and tables are read and checked in every call; here they pretend that they cannot
-be read, as on a GPU.
+On a CPU lengths and tables are read and checked in every call; in most tests they pretend that they
+cannot be read, as on a GPU.
 """
 
 from __future__ import annotations
@@ -79,15 +79,25 @@ def test_calls_that_differ_are_not_confused(unreadable: None, name: str) -> None
     assert_exact(cases[1], "cpu")
 
 
-def test_values_that_can_be_read_are_checked_every_time(checks: list[Any]) -> None:
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+def test_values_that_can_be_read_are_checked_every_time(
+    checks: list[Any], implementation: str
+) -> None:
     case = make_paged_case()
+    for _ in range(3):
+        case.run(implementation)
+    assert len(checks) == 1  # all that follows from shapes
+    case.table["kv_lens"][0] = 1000
+    with pytest.raises(ValueError, match="kv_lens: got 1000"):
+        case.run(implementation)
+
+
+def test_offsets_that_can_be_read_are_validated_every_time(checks: list[Any]) -> None:
+    case = make_paged_case(packed=True)
     for count in (1, 2, 3):
         case.run("cpu")
         assert len(checks) == count
     assert not call_cache._calls
-    case.table["kv_lens"][0] = 1000
-    with pytest.raises(ValueError, match="kv_lens: got 1000"):
-        case.run("cpu")
 
 
 WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -83,6 +83,9 @@ class AttentionStep(Protocol):
 
 
 # What layers may hide behind, by what a config's `layer_types` calls them, and say in arguments.
+# Of a step's layer without a window.
+CAUSAL = masks.causal()
+
 TOLD_TO_STEPS = ("full_attention", "sliding_attention")
 
 # What a few models pass to let a layer see some keys only, or to have scores of its own among them.
@@ -160,7 +163,8 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     if saccade_step is not None:
         if not getattr(saccade_step, "layers_are_checked", False):
             _check_told(module, causal, sliding_window, dropout, position_bias)
-        shared |= {"mask": sliding_window_mask(sliding_window, causal=True)}
+        windowed = sliding_window is not None
+        shared["mask"] = sliding_window_mask(sliding_window, True) if windowed else CAUSAL
         layer: Any = module.layer_idx
         return saccade_step.attend(layer, query, key, value, score=cap, **shared), None
     if options.get("cache") is not None:  # transformers' own continuous batching

@@ -141,7 +141,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     if causal is not False:
         mask = with_causal(mask, causal)
     call_key = call_cache.key_of_any(
-        "attention_paged", inputs, (batch_invariant,), (kv_lens,),
+        "attention_paged", inputs, (batch_invariant,), (cu_seqlens_q,),
         mask=mask, score=score, scale=scale, implementation=implementation, config=config,
     )  # fmt: skip
     checked = call_cache.lookup(call_key)
@@ -159,11 +159,13 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         forward_by = backends.choose(problem, implementation)
         checked = CheckedCall(variant, config, forward_by, batch_invariant=batch_invariant)
         call_cache.keep(call_key, checked)
+    elif checked.forward_by != "cpu":  # which looks at them itself
+        arguments.check_page_values(inputs)
     if checked.forward_by == "reference":
         with without_autocast(inputs.query.device):
             output, lse = reference.attention_paged(inputs, checked.variant)
     else:
-        output, lse = _attend(inputs, checked)
+        output, lse = _attend(inputs, checked, alone=call_key is not None)
     return (output, lse) if return_lse else output
 
 
@@ -217,10 +219,13 @@ PAGED = Operation(
 )
 
 
-def _attend(inputs: PagedInputs, checked: CheckedCall) -> tuple[Tensor, ...]:
-    """Output and lse of a validated call; an error where a gradient may be asked for."""
+def _attend(inputs: PagedInputs, checked: CheckedCall, *, alone: bool) -> tuple[Tensor, ...]:
+    """Output and lse of a validated call; an error where a gradient may be asked for.
+
+    alone: whether nothing observes the call, as of every call that has a key.
+    """
     captured = checked.variant.score_captured.tensors
     tensors = (*inputs, *captured) if captured else inputs
     if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
         raise not_implemented(checked.forward_by, NO_GRADIENT)
-    return PAGED(inputs, checked)
+    return PAGED(inputs, checked, alone=alone)

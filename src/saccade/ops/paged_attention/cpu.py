@@ -16,7 +16,7 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from saccade.modifiers.evaluate import index_range, visible
@@ -25,6 +25,7 @@ from saccade.ops.attention.cpu import block_mask, flash_tile
 from saccade.ops.attention.cpu import host as attention_host
 from saccade.ops.attention.cpu.block_mask import Run, TileSizes
 from saccade.ops.attention.cpu.segments import DenseProblem, check_ends, clear_padding
+from saccade.runtime.arguments import check_page_values
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 from saccade.runtime.validation import computed_without
 
@@ -35,6 +36,10 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Output and lse; see `saccade.attention_paged`."""
     offsets = inputs.cu_seqlens_q
+    if offsets is None and not batch_invariant and inputs.query.shape[2] == 1:
+        found = _all_together(inputs, variant)
+        if found is not None:
+            return found
     output, lse = empty_rows(inputs.query, inputs.value_pages.shape[3], offsets is not None)
     ends = None if offsets is None else offsets.tolist()
     if ends is not None:
@@ -43,6 +48,8 @@ def forward(
         clear_padding(offsets, lse, dim=1, number=-torch.inf)
     dtype, scratch = _product_dtype(inputs), Scratch()
     done = set() if batch_invariant else _together(inputs, variant, ends, output, lse)
+    if len(done) == inputs.kv_lens.shape[0]:
+        return output, lse
     for sequence, kv_len in enumerate(inputs.kv_lens.tolist()):
         if sequence in done:
             continue
@@ -73,31 +80,56 @@ def prepared(
     return lambda inputs, variant: forward(inputs, variant, config, batch_invariant)
 
 
+def _all_together(inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor] | None:
+    """The results of a call whose sequences are one group: nothing is put together from parts."""
+    groups = planned_groups(inputs, variant, None)
+    if len(groups) != 1 or groups[0].rows is not None:
+        return None
+    output, lse = _attend_planned(inputs, variant, groups[0], inputs.query.squeeze(2))
+    return output.to(inputs.query.dtype), lse
+
+
 def _together(
     inputs: PagedInputs, variant: Variant, ends: list[int] | None, output: Tensor, lse: Tensor
 ) -> set[int]:
-    """Compute short sequences of one query row each together; which ones those were."""
-    if ends is None:
-        query_lens = [inputs.query.shape[2]] * inputs.query.shape[0]
-    else:
-        query_lens = [end - start for start, end in itertools.pairwise(ends)]
+    """Compute sequences of one query row each by their plan; which ones those were."""
     done: set[int] = set()
-    for group in short_groups(inputs, variant, query_lens):
-        rows = group.sequences if ends is None else [ends[each] for each in group.sequences]
-        query = inputs.query[rows]
-        found = attend_group(inputs, variant, group, query if ends else query.squeeze(2))
-        if found is None:
-            break
-        of_output, of_lse = (each.unsqueeze(2) for each in found)
-        if inputs.sinks is not None:
-            of_output, of_lse = attention_host.add_sinks(of_output, of_lse, inputs.sinks)
-        if ends is None:
-            output[rows], lse[rows] = of_output.to(output.dtype), of_lse
-        else:
-            output[rows] = of_output.squeeze(2).to(output.dtype)
-            lse[:, rows] = of_lse.squeeze(2).transpose(0, 1)
-        done |= set(group.sequences)
+    for group in planned_groups(inputs, variant, ends):
+        rows = group.rows
+        query = inputs.query if rows is None else inputs.query.index_select(0, rows)
+        query = query.squeeze(2) if ends is None else query
+        of_output, of_lse = _attend_planned(inputs, variant, group, query)
+        if ends is not None:
+            of_output, of_lse = of_output.squeeze(2), of_lse.squeeze(2).transpose(0, 1)
+        _put(output, 0, rows, of_output)
+        _put(lse, 0 if ends is None else 1, rows, of_lse)
+        done.update(group.sequences)
     return done
+
+
+def _attend_planned(
+    inputs: PagedInputs,
+    variant: Variant,
+    group: PlannedGroup | ViewedGroup,
+    query: Float[Tensor, "batch heads dim"],
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, 1, value_dim] and lse [batch, heads, 1] of a group."""
+    if isinstance(group, ViewedGroup):
+        output, lse = attend_views(inputs, variant, group, query)
+    else:
+        output, lse = attend_group(inputs, variant, group, query)
+    output, lse = output.unsqueeze(2), lse.unsqueeze(2)
+    if inputs.sinks is None:
+        return output, lse
+    return attention_host.add_sinks(output, lse, inputs.sinks)
+
+
+def _put(results: Tensor, dim: int, rows: Tensor | None, found: Tensor) -> None:
+    """Write some rows of results; None: all of them."""
+    if rows is None:
+        results.copy_(found)
+    else:
+        results.index_copy_(dim, rows, found.to(results.dtype))
 
 
 def _product_dtype(inputs: PagedInputs) -> torch.dtype:
@@ -145,10 +177,11 @@ def _dense(
     )
 
 
-# ---- short sequences with one query row each, computed together ----------------------------------
-# One by one, such a sequence costs far more in calls than in products. So their pages are copied
-# side by side, padded to one length, and all are one problem. Where the result is not finite,
-# padding and hidden rows are zeroed and it is computed again, so that nothing in them can show.
+# ---- sequences with one query row each, planned once for all layers ------------------------------
+# One by one, a short one costs far more in calls than in products. So their pages are copied side
+# by side, padded to one length, and all are one problem. Where its result is not finite, hidden
+# rows and padding are zeroed and it is computed again, so that nothing in them can show. Longer
+# ones are read where they lie, if what they see does so in one piece.
 
 # Numbers of one sequence's keys and values up to which copying them costs less than calls do.
 SHORT = 2**16
@@ -163,15 +196,156 @@ class Group(NamedTuple):
     kv_len: int
 
 
+class PlannedGroup(NamedTuple):
+    """A group, what its rows see, and where that lies.
+
+    Attributes:
+        rows: of the query; None: all of them.
+        partial: [batch, 1, 1, kv_len].
+        key_parts, value_parts: which parts of pages are copied; see `_parts`.
+    """
+
+    sequences: list[int]
+    kv_len: int
+    rows: Int[Tensor, " batch"] | None
+    partial: flash_tile.PartialTile
+    key_parts: Int[Tensor, " parts"]
+    value_parts: Int[Tensor, " parts"]
+
+
+class ViewedGroup(NamedTuple):
+    """Longer sequences with one query row whose visible keys follow each other in memory.
+
+    Attributes:
+        rows: of the query; None: all of them.
+        places: where each one's keys begin, a page and a slot in it, and how many they are.
+    """
+
+    sequences: list[int]
+    rows: Int[Tensor, " batch"] | None
+    places: list[tuple[int, int, int]]
+
+
+# Numbers of plans that are kept: 16 MiB in float32.
+PLANNED = 2**22
+
+
+def planned_groups(
+    inputs: PagedInputs, variant: Variant, ends: list[int] | None
+) -> list[PlannedGroup | ViewedGroup]:
+    """The groups of a call. The layers of a model ask for the same ones in every step, so they are
+    remembered, by the lengths and pages themselves, which are checked while they are planned."""
+    query, captured = inputs.query, variant.mask_captured
+    if variant.score:
+        return []
+    numbers = (tuple(captured.ints), tuple(map(float.hex, captured.floats)))
+    sizes = query.shape, query.dtype, ends is None
+    of_pages = [
+        (pages.shape, pages.dtype, pages.is_contiguous())
+        for pages in (inputs.key_pages, inputs.value_pages)
+    ]
+    read = [inputs.page_table, inputs.kv_lens, *captured.tensors]
+    if inputs.cu_seqlens_q is not None:
+        read.append(inputs.cu_seqlens_q)
+    return _planned.get(
+        (variant.mask, *numbers, *sizes, *of_pages), read, lambda: _plan(inputs, variant, ends)
+    )
+
+
+def _plan(
+    inputs: PagedInputs, variant: Variant, ends: list[int] | None
+) -> list[PlannedGroup | ViewedGroup]:
+    check_page_values(inputs)
+    batch = inputs.kv_lens.shape[0]
+    if ends is None:
+        query_lens = [inputs.query.shape[2]] * batch
+    else:
+        query_lens = [end - start for start, end in itertools.pairwise(ends)]
+    found: list[PlannedGroup | ViewedGroup] = []
+    short = short_groups(inputs, variant, query_lens)
+    for sequences, kv_len in short:
+        chosen = torch.tensor(sequences, device="cpu")
+        lens = inputs.kv_lens[chosen].long()
+        seen = _seen(variant, chosen, lens, inputs.query.shape[1], kv_len)
+        if seen.shape[1] > 1:  # heads see unlike keys: there is no one set of rows to zero
+            return []
+        table = inputs.page_table[chosen, : -(-kv_len // inputs.page_size)].long()
+        first_rows = torch.arange(table.shape[1], device="cpu") * inputs.page_size
+        table = table.where(first_rows < lens.unsqueeze(1), 0)
+        partial = flash_tile.partial(seen, inputs.query.dtype)
+        parts = _parts(inputs.key_pages, table), _parts(inputs.value_pages, table)
+        rows = _rows(inputs, sequences, ends)
+        found.append(PlannedGroup(sequences, kv_len, rows, partial, *parts))
+    if products_take(inputs):
+        others = {*range(batch)}.difference(*(group.sequences for group in short))
+        places = {
+            sequence: _place(inputs, variant, sequence)
+            for sequence in sorted(others) if query_lens[sequence] == 1
+        }  # fmt: skip
+        viewed = {sequence: place for sequence, place in places.items() if place is not None}
+        if viewed:
+            rows = _rows(inputs, [*viewed], ends)
+            found.append(ViewedGroup([*viewed], rows, [*viewed.values()]))
+    return found
+
+
+def _rows(inputs: PagedInputs, sequences: list[int], ends: list[int] | None) -> Tensor | None:
+    """The query's rows of sequences that have one each; None where they are all rows in order."""
+    rows = sequences if ends is None else [ends[each] for each in sequences]
+    if rows == [*range(inputs.query.shape[0])]:
+        return None
+    return torch.tensor(rows, device="cpu")
+
+
+def _place(inputs: PagedInputs, variant: Variant, sequence: int) -> tuple[int, int, int] | None:
+    """Where the keys lie that a sequence's one row sees, if all heads see one run of them."""
+    pages, size = (inputs.key_pages, inputs.value_pages), inputs.page_size
+    kv_len = int(inputs.kv_lens[sequence])
+    if kv_len == 0 or not all(map(_rows_follow, pages)):
+        return None
+    chosen = torch.tensor([sequence], device="cpu")
+    lens = inputs.kv_lens[chosen].long()
+    seen = _seen(variant, chosen, lens, inputs.query.shape[1], kv_len)
+    if seen.shape[1] > 1 or not bool(seen.any()):
+        return None
+    visible_rows = seen.flatten().nonzero().flatten()
+    start, stop = int(visible_rows[0]), int(visible_rows[-1]) + 1
+    first = start // size
+    numbers = inputs.page_table[sequence, first : -(-stop // size)].tolist()
+    adjacent = numbers == [*range(numbers[0], numbers[0] + len(numbers))]
+    if len(visible_rows) != stop - start or not adjacent:
+        return None
+    return numbers[0], start - first * size, stop - start
+
+
+def _numbers(groups: list[PlannedGroup | ViewedGroup]) -> int:
+    return 2**8 + sum(
+        each.partial.bias.numel() + each.key_parts.numel() + each.value_parts.numel()
+        for each in groups if isinstance(each, PlannedGroup)
+    )  # fmt: skip
+
+
+_planned: block_mask.Remembered[list[PlannedGroup | ViewedGroup]] = block_mask.Remembered(
+    PLANNED, _numbers
+)
+
+
+def products_take(inputs: PagedInputs) -> bool:
+    """Whether products take the numbers of the pages as they are."""
+    query = inputs.query
+    fits = inputs.key_pages.dtype == query.dtype and query.dtype != torch.float16
+    return fits and 0 not in (query.shape[-1], inputs.value_pages.shape[3])
+
+
 def short_groups(inputs: PagedInputs, variant: Variant, query_lens: list[int]) -> list[Group]:
     """The short sequences of a call with one query row, in groups that are copied at once.
 
     Fewer than two are left to the path of all others, and so are score changes and pages of
     numbers that products do not take.
     """
-    query, key_pages = inputs.query, inputs.key_pages
-    if variant.score or key_pages.dtype != query.dtype or query.dtype == torch.float16:
+    if variant.score or not products_take(inputs):
         return []
+    key_pages = inputs.key_pages
     of_row = key_pages.shape[1] * (key_pages.shape[3] + inputs.value_pages.shape[3])
     lens = inputs.kv_lens.tolist()
     short = [
@@ -179,7 +353,7 @@ def short_groups(inputs: PagedInputs, variant: Variant, query_lens: list[int]) -
         for sequence, rows in enumerate(query_lens)
         if rows == 1 and 0 < lens[sequence] * of_row <= SHORT
     ]
-    if len(short) < 2 or 0 in (query.shape[-1], inputs.value_pages.shape[3]):
+    if len(short) < 2:
         return []
     short.sort(key=lens.__getitem__)  # neighbours in a group need little padding
     found: list[Group] = []
@@ -189,68 +363,109 @@ def short_groups(inputs: PagedInputs, variant: Variant, query_lens: list[int]) -
             found[-1] = Group([*found[-1].sequences, sequence], kv_len)
         else:
             found.append(Group([sequence], kv_len))
-    return found
+    return [Group(sorted(sequences), kv_len) for sequences, kv_len in found]
+
+
+def _seen(
+    variant: Variant, chosen: Int[Tensor, " batch"], lens: Int[Tensor, " batch"], heads: int,
+    kv_len: int,
+) -> Bool[Tensor, "#batch #heads 1 #kv_len"]:  # fmt: skip
+    """Which keys the one row of each sequence sees."""
+    at = Coordinates(
+        batch=chosen.view(-1, 1, 1, 1),
+        head=index_range(0, heads, 1),
+        query_row=index_range(0, 1, 2),
+        kv_row=index_range(0, kv_len, 3),
+        shift=(lens - 1).view(-1, 1, 1, 1),
+    )
+    return visible(variant.mask, variant.mask_captured, at) & (at.kv_row < lens.view(-1, 1, 1, 1))
 
 
 def attend_group(
-    inputs: PagedInputs, variant: Variant, group: Group, query: Float[Tensor, "batch heads dim"]
-) -> tuple[Tensor, Tensor] | None:
-    """Output [batch, heads, value_dim] and lse [batch, heads] of a group's query rows.
-
-    None if heads see unlike keys: there is then no one set of rows to zero.
-    """
-    chosen = torch.tensor(group.sequences, device="cpu")
-    lens = inputs.kv_lens[chosen].long()
-    at = Coordinates(
-        batch=chosen.view(-1, 1, 1, 1),
-        head=index_range(0, query.shape[1], 1),
-        query_row=index_range(0, 1, 2),
-        kv_row=index_range(0, group.kv_len, 3),
-        shift=(lens - 1).view(-1, 1, 1, 1),
-    )
-    seen = visible(variant.mask, variant.mask_captured, at) & (at.kv_row < lens.view(-1, 1, 1, 1))
-    if seen.shape[1] > 1:
-        return None
-    pages = -(-group.kv_len // inputs.page_size)
-    table = inputs.page_table[chosen, :pages].long()
-    first_rows = torch.arange(pages, device="cpu") * inputs.page_size
-    table = table.where(first_rows < lens.unsqueeze(1), 0)
-    key = _side_by_side(inputs.key_pages, table, group.kv_len)
-    value = _side_by_side(inputs.value_pages, table, group.kv_len)
-    partial = flash_tile.partial(seen, query.dtype)
+    inputs: PagedInputs,
+    variant: Variant,
+    group: PlannedGroup,
+    query: Float[Tensor, "batch heads dim"],
+) -> tuple[Tensor, Tensor]:
+    """Output [batch, heads, value_dim] and lse [batch, heads] of a group's query rows."""
+    batch, (bias, blind) = len(group.sequences), group.partial
+    key = _side_by_side(inputs.key_pages, group.key_parts, batch, group.kv_len)
+    value = _side_by_side(inputs.value_pages, group.value_parts, batch, group.kv_len)
 
     def computed() -> tuple[Tensor, Tensor]:
-        output, lse = flash_tile.forward(
-            query.unsqueeze(2), key, value, variant.scale, partial, False
-        )
-        if partial.blind is not None:
-            output = output.masked_fill(partial.blind.unsqueeze(-1), 0)
-        return output.squeeze(2), lse.squeeze(2)
+        output, lse = flash_tile.forward_rows(query, key, value, variant.scale, bias)
+        if blind is not None:
+            blind_rows = blind.squeeze(-1)
+            output = output.masked_fill(blind_rows.unsqueeze(-1), 0)
+            lse = lse.masked_fill(blind_rows, -torch.inf)
+        return output, lse
 
     output, lse = computed()
-    if not bool(output.sum().isfinite()):
-        hidden = ~seen.view(len(chosen), 1, group.kv_len, 1)
+    if not math.isfinite(output.sum().item()):
+        hidden = bias.isneginf().view(batch, 1, group.kv_len, 1)
         key.masked_fill_(hidden, 0)
         value.masked_fill_(hidden, 0)
         output, lse = computed()
     return output, lse
 
 
+def attend_views(
+    inputs: PagedInputs,
+    variant: Variant,
+    group: ViewedGroup,
+    query: Float[Tensor, "batch heads dim"],
+) -> tuple[Tensor, Tensor]:
+    """`attend_group` for sequences that are read where they lie, one after the other."""
+    found = [
+        flash_tile.forward_rows(
+            row,
+            _view(inputs.key_pages, *place),
+            _view(inputs.value_pages, *place),
+            variant.scale,
+            None,
+        )
+        for row, place in zip(query.split(1), group.places, strict=True)
+    ]
+    outputs, lses = zip(*found, strict=True)
+    return torch.cat(outputs), torch.cat(lses)
+
+
+def _view(pages: Tensor, page: int, slot: int, count: int) -> Float[Tensor, "1 kv_heads rows dim"]:
+    """Rows that follow each other in adjacent pages, from a slot of a page on."""
+    _, heads, page_size, dim = pages.shape
+    of_page, of_head, of_slot, of_channel = pages.stride()
+    return pages.as_strided(
+        (1, heads, count, dim),
+        (0, of_head, of_page if page_size == 1 else of_slot, of_channel),
+        pages.storage_offset() + page * of_page + slot * of_slot,
+    )
+
+
+def _parts(
+    pages: Float[Tensor, "num_pages kv_heads page_size dim"], table: Int[Tensor, "batch pages"]
+) -> Int[Tensor, " parts"]:
+    """What to copy: where pages are contiguous, the parts of single heads in their order (each is
+    copied in one go), else the pages."""
+    if not pages.is_contiguous():
+        return table.flatten()
+    heads = pages.shape[1]
+    return (table.unsqueeze(1) * heads + torch.arange(heads, device="cpu").view(-1, 1)).flatten()
+
+
 def _side_by_side(
     pages: Float[Tensor, "num_pages kv_heads page_size dim"],
-    table: Int[Tensor, "batch pages"],
+    parts: Int[Tensor, " parts"],
+    batch: int,
     kv_len: int,
 ) -> Float[Tensor, "batch kv_heads keys dim"]:
     """The rows of all sequences, side by side and padded to one length."""
     _, heads, page_size, dim = pages.shape
-    length = table.shape[1] * page_size
-    if pages.is_contiguous():  # a head's part of a page is copied in one go
-        parts = table.unsqueeze(1) * heads + torch.arange(heads, device="cpu").view(-1, 1)
-        chosen = pages.flatten(0, 1).index_select(0, parts.flatten())
-        rows = chosen.view(len(table), heads, length, dim)
+    length = -(-kv_len // page_size) * page_size
+    if pages.is_contiguous():
+        rows = pages.flatten(0, 1).index_select(0, parts).view(batch, heads, length, dim)
     else:  # as `PagedCache` has them, all pages of a head together, that is as fast
-        chosen = pages.transpose(0, 1).index_select(1, table.flatten())
-        rows = chosen.view(heads, len(table), length, dim).transpose(0, 1)
+        chosen = pages.transpose(0, 1).index_select(1, parts)
+        rows = chosen.view(heads, batch, length, dim).transpose(0, 1)
     return rows[:, :, :kv_len]
 
 
@@ -346,24 +561,15 @@ class PageReader(NamedTuple):
         """The piece's keys and values, [1, kv_heads, rows, dim]."""
         inputs = self.inputs
         if piece.view:
-            return self._view(inputs.key_pages, piece), self._view(inputs.value_pages, piece)
+            return self._viewed(inputs.key_pages, piece), self._viewed(inputs.value_pages, piece)
         return (
             self._copy("key", inputs.key_pages, inputs.key_scales, piece),
             self._copy("value", inputs.value_pages, inputs.value_scales, piece),
         )
 
-    def _view(self, pages: Tensor, piece: Piece) -> Float[Tensor, "1 kv_heads rows dim"]:
-        page_size = pages.shape[2]
-        index, slot = divmod(piece.start, page_size)
-        row_step = pages.stride(0) if page_size == 1 else pages.stride(2)
-        first = pages[self.page_numbers[index], :, slot]  # [kv_heads, dim]
-        heads, dim = first.shape
-        return torch.as_strided(
-            first,
-            (1, heads, piece.stop - piece.start, dim),
-            (0, first.stride(0), row_step, first.stride(1)),
-            first.storage_offset(),
-        )
+    def _viewed(self, pages: Tensor, piece: Piece) -> Float[Tensor, "1 kv_heads rows dim"]:
+        index, slot = divmod(piece.start, pages.shape[2])
+        return _view(pages, self.page_numbers[index], slot, piece.stop - piece.start)
 
     def _copy(
         self, name: str, pages: Tensor, scales: Tensor | None, piece: Piece

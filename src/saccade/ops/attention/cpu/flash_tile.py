@@ -143,6 +143,34 @@ def forward(
     return output, lse
 
 
+def forward_rows(
+    query: Float[Tensor, "batch query_heads dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    scale: float,
+    bias: Float[Tensor, "batch 1 1 keys"] | None,
+) -> tuple[Float[Tensor, "batch query_heads value_dim"], Float[Tensor, "batch query_heads"]]:
+    """`forward` for one query row of each sequence.
+
+    bias: 0 where visible, -inf where hidden; None: all are visible. A row must see some key.
+    """
+    batch, heads, _ = query.shape
+    kv_heads, value_dim = key.shape[1], value.shape[-1]
+    dim, packing = max(query.shape[-1], value_dim), heads // kv_heads
+    query, scale = _with_positive_scale(query, scale)
+    output, lse = _forward(
+        _widen(query, dim).reshape(batch, kv_heads, packing, dim),
+        _widen(key, dim),
+        _widen(value, dim),
+        0.0,
+        False,
+        attn_mask=None if bias is None else bias.expand(-1, -1, packing, -1),
+        scale=scale,
+    )
+    output = output.reshape(batch, heads, dim)
+    return output if value_dim == dim else output[..., :value_dim], lse.reshape(batch, heads)
+
+
 def backward(
     grad_output: Float[Tensor, "batch query_heads rows value_dim"],
     query: Float[Tensor, "batch query_heads rows dim"],
@@ -227,5 +255,7 @@ def _bias(partial: PartialTile | None, query: Tensor, key: Tensor, packing: int)
     """A partial tile's bias, repeated for packed heads."""
     if partial is None:
         return None
-    bias = partial.bias.expand(*partial.bias.shape[:2], query.shape[2], key.shape[2])
-    return bias.repeat(1, 1, packing, 1) if packing > 1 else bias
+    rows = query.shape[2]
+    repeated = packing if rows == 1 else 1  # one row is the same in all heads: no copies
+    bias = partial.bias.expand(*partial.bias.shape[:2], rows * repeated, key.shape[2])
+    return bias.repeat(1, 1, packing, 1) if packing > repeated else bias
