@@ -176,7 +176,7 @@ def test_simple_gla_from_the_end() -> None:
             alone, kv = call(*parts, initial_state=start[b : b + 1], **arguments)
             torch.testing.assert_close(output[:, rows], alone)
             torch.testing.assert_close(state[b], kv[0])
-    packing = fla._Order(True, torch.tensor([0, 3, 7]), 9, torch.device("cpu"))
+    packing = fla.linear_attention._Order(True, torch.tensor([0, 3, 7]), 9, torch.device("cpu"))
     assert packing.rows(torch.arange(9)[None])[0].tolist() == [6, 5, 4, 3, 2, 1, 0, 7, 8]
     assert packing.offsets.tolist() == [0, 4, 7]
 

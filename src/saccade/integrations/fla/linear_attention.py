@@ -1,9 +1,4 @@
-"""fla: the calls of flash-linear-attention that saccade answers, with its layouts and defaults.
-
-Tensors are (B, T, H, K) and (B, T, H, V); with cu_seqlens, B is 1 and states are (N, H, K, V).
-Queries and keys are features already. The normaliser's sum gets fla's eps of 1e-10. Arguments:
-fla 0.6's. Differences: states only when asked for; any dtype, on a CPU too.
-"""
+"""fla's linear attention and simple GLA, by saccade.linear_attention."""
 
 from __future__ import annotations
 
@@ -14,16 +9,7 @@ from torch import Tensor
 
 import saccade
 from saccade.integrations.arguments import as_features, heads_first
-
-__all__ = [
-    "chunk_linear_attn",
-    "chunk_simple_gla",
-    "fused_chunk_linear_attn",
-    "fused_chunk_simple_gla",
-    "fused_recurrent_linear_attn",
-    "fused_recurrent_simple_gla",
-    "parallel_simple_gla",
-]
+from saccade.integrations.fla.arguments import check_chunk, check_copy, check_flag
 
 EPS = 1e-10
 
@@ -135,8 +121,8 @@ def chunk_simple_gla(
         >>> state.shape
         torch.Size([1, 2, 16, 16])
     """
-    _check_copy(cu_seqlens_cpu, cu_seqlens)
-    _check_chunk(chunk_size)
+    check_copy(cu_seqlens_cpu, cu_seqlens)
+    check_chunk(chunk_size)
     return fused_recurrent_simple_gla(
         q, k, v, g, g_gamma, scale, initial_state, output_final_state,
         state_v_first=state_v_first, cu_seqlens=cu_seqlens,
@@ -188,8 +174,8 @@ def fused_recurrent_simple_gla(
         >>> fused_recurrent_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.2]))[0].shape
         torch.Size([1, 32, 2, 16])
     """
-    _check_flag("output_final_state", output_final_state)
-    _check_flag("state_v_first", state_v_first)
+    check_flag("output_final_state", output_final_state)
+    check_flag("state_v_first", state_v_first)
     if state_v_first and isinstance(initial_state, Tensor):
         initial_state = initial_state.mT
     output, state = _call(
@@ -225,8 +211,8 @@ def parallel_simple_gla(
         >>> weights.shape
         torch.Size([1, 2, 32, 32])
     """
-    _check_flag("output_attentions", output_attentions)
-    _check_copy(cu_seqlens_cpu, cu_seqlens)
+    check_flag("output_attentions", output_attentions)
+    check_copy(cu_seqlens_cpu, cu_seqlens)
     if output_attentions and cu_seqlens is not None:
         raise ValueError("output_attentions: got True with cu_seqlens, takes False")
     output, _ = fused_recurrent_simple_gla(q, k, v, g, None, scale, cu_seqlens=cu_seqlens)
@@ -303,7 +289,7 @@ class _Order:
     """
 
     def __init__(self, reverse: bool, offsets: Tensor | None, length: int, device: torch.device):
-        _check_flag("reverse", reverse)
+        check_flag("reverse", reverse)
         self.reverse, self.offsets, self.packed = reverse, offsets, offsets is not None
         if reverse and offsets is not None:
             end, row = offsets[-1], torch.arange(length, device=device)
@@ -334,28 +320,3 @@ def _decay(g: Tensor | None, g_gamma: Tensor | None, k: Tensor, v: Tensor) -> Te
         if decay is not None and tuple(decay.shape) != tuple(shape):
             raise ValueError(f"{name}: got shape {tuple(decay.shape)}, takes {tuple(shape)}")
     return g_gamma if g is None else g
-
-
-def _check_flag(name: str, value: object) -> None:
-    """Refuse what is no bool: another version has its arguments in another order."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: got {type(value).__name__}, takes a bool")
-
-
-def _check_chunk(size: object) -> None:
-    """Refuse a chunk_size that fla refuses."""
-    if size is not None and (type(size) is not int or size < 1 or size & (size - 1)):
-        raise ValueError(f"chunk_size: got {size!r}, takes a power of 2 or None")
-
-
-def _check_copy(copy: object, offsets: Tensor | None) -> None:
-    """Refuse a cu_seqlens_cpu that is no copy, as far as shows without reading from a GPU."""
-    if copy is None:
-        return
-    if offsets is None:
-        raise ValueError("cu_seqlens_cpu: got a value without cu_seqlens, takes None")
-    if not isinstance(copy, Tensor) or copy.device.type != "cpu" or copy.shape != offsets.shape:
-        got = f"{copy.device} {list(copy.shape)}" if isinstance(copy, Tensor) else repr(copy)
-        raise ValueError(f"cu_seqlens_cpu: got {got}, takes a copy of cu_seqlens on the CPU")
-    if offsets.device.type == "cpu" and offsets.tolist() != copy.tolist():
-        raise ValueError(f"cu_seqlens_cpu: got {copy.tolist()}, takes {offsets.tolist()}")
