@@ -260,4 +260,51 @@ OTHERS = [
         "image_token_index": IMAGE_TOKEN, "projection_dim": 32, "hidden_size": 32,
     }, pixels_in_text),
 ]  # fmt: skip
+LINEAR: dict[str, Any] = {
+    **GROUPED, "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    **SIZES, "mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8,
+    "mamba_chunk_size": 4,
+}  # fmt: skip
+SHARED: dict[str, Any] = {
+    **SIZES, "num_hidden_layers": 4, "num_key_value_heads": 4, "mamba_d_state": 8,
+    "n_mamba_heads": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
+}  # fmt: skip
+# Layers with states, beside attention or alone; those of DECODERS are not repeated.
+HYBRIDS = [
+    decoder("Qwen3.5", "Qwen3_5ForCausalLM", LINEAR, config="Qwen3_5TextConfig"),
+    decoder("Qwen3.5 MoE", "Qwen3_5MoeForCausalLM", {
+        **LINEAR, **EXPERTS, "shared_expert_intermediate_size": 16,
+    }, config="Qwen3_5MoeTextConfig"),
+    decoder("OLMo Hybrid", "OlmoHybridForCausalLM", LINEAR),
+    decoder("LFM2 MoE", "Lfm2MoeForCausalLM", {
+        **SIZES, **EXPERTS, "layer_types": ["conv", "full_attention"], "num_dense_layers": 1,
+    }),
+    decoder("Falcon-H1", "FalconH1ForCausalLM", {**MAMBA, "mamba_d_ssm": 64}),
+    decoder("Granite 4", "GraniteMoeHybridForCausalLM", {
+        **MAMBA, **EXPERTS, "layer_types": ["linear_attention", "full_attention"],
+        "shared_intermediate_size": 16,
+    }, config="GraniteMoeHybridConfig"),
+    decoder("Nemotron-H", "NemotronHForCausalLM", {
+        **GROUPED, **EXPERTS, "num_hidden_layers": 4, "mamba_num_heads": 8, "mamba_head_dim": 8,
+        "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"], "n_groups": 1,
+        "ssm_state_size": 8, "chunk_size": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
+        "moe_shared_expert_intermediate_size": 16,
+    }),
+    decoder("ZAYA1", "ZayaForCausalLM", {**GROUPED, **EXPERTS, "num_experts_per_tok": 1}),
+    decoder("Mamba", "MambaForCausalLM", {**SIZES, "state_size": 8}),
+    decoder("Mamba-2", "Mamba2ForCausalLM", {
+        **SIZES, "num_heads": 8, "head_dim": 8, "state_size": 8, "n_groups": 1, "chunk_size": 4,
+    }),
+    decoder("Falcon Mamba", "FalconMambaForCausalLM", {**SIZES, "state_size": 8}),
+    decoder("Zamba", "ZambaForCausalLM", {
+        **SHARED, "n_mamba_heads": 2, "mamba_dt_rank": 4, "attention_head_dim": 16,
+    }),
+    decoder("Zamba2", "Zamba2ForCausalLM", {
+        **SHARED, "mamba_ngroups": 1, "attention_head_dim": 16, "num_mem_blocks": 1,
+        "chunk_size": 4,
+    }),
+]  # fmt: skip
 FAMILIES = {family.name: family for family in (*DECODERS, *ENCODERS, *OTHERS)}

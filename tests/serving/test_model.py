@@ -9,6 +9,7 @@ import torch
 import transformers
 
 import saccade
+import saccade.integrations.transformers as integration
 from saccade.serving import model as models
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
@@ -60,35 +61,46 @@ def assert_fits(model: Any) -> None:
     assert engine.statistics().cache.asked == engine.statistics().cache.used == 0
 
 
-@pytest.mark.parametrize(
-    ("kind", "layers"),
-    [("qwen3_next", "linear_attention"), ("lfm2", "conv"), ("bamba", "linear_attention"),
-     ("jamba", "linear_attention")],
-)  # fmt: skip
-def test_layers_that_keep_another_state_are_refused_by_name(kind, layers):
-    model = tiny(kind, HYBRID[kind])
-    with pytest.raises(ValueError, match=f"model: got {type(model).__name__} with .*{layers}"):
-        saccade.Engine(model)
+@pytest.fixture
+def no_states(monkeypatch):
+    """Layers with states are not known as such, and neither are their names."""
+    monkeypatch.setattr(integration.StateLayers, "of", lambda model: None)
+    monkeypatch.setattr(models, "KEPT_IN_PAGES", models.KEPT_IN_PAGES | models.KEPT_AS_STATES)
 
 
-@pytest.mark.parametrize("kind", ["mamba", "recurrent_gemma", "falcon_h1", "minimax", "rwkv"])
-def test_models_of_such_layers_alone_are_refused(kind):
+@pytest.mark.parametrize("kind", ["minimax", "recurrent_gemma", "rwkv"])
+def test_states_outside_of_transformers_cache_are_refused(kind):
     with pytest.raises(ValueError, match="model: got "):
         saccade.Engine(tiny(kind, {}))
 
 
+def test_layers_that_keep_another_state_are_refused_by_name(monkeypatch):
+    monkeypatch.setattr(integration.StateLayers, "of", lambda model: None)
+    with pytest.raises(ValueError, match="model: got Lfm2ForCausalLM with layers of conv"):
+        saccade.Engine(tiny("lfm2", HYBRID["lfm2"]))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", HYBRID)
-def test_what_is_not_known_by_name_is_found_out(kind, dtype, monkeypatch):
-    unknown = {*models.KEPT_IN_PAGES, "linear_attention", "conv", "mamba", "attention"}
-    monkeypatch.setattr(models, "KEPT_IN_PAGES", unknown)
+def test_what_is_not_known_by_name_is_found_out(kind, dtype, no_states):
     model = tiny(kind, HYBRID[kind]).to(dtype)
     with pytest.raises(ValueError, match=f"got {type(model).__name__}, whose logits differ by"):
         saccade.Engine(model)
 
 
-def test_weak_convolutions_are_found_out_too(monkeypatch):
-    monkeypatch.setattr(models, "KEPT_IN_PAGES", {*models.KEPT_IN_PAGES, "conv"})
+@pytest.mark.parametrize("kind", HYBRID)
+def test_states_that_are_lost_between_chunks_are_found_out(kind, monkeypatch):
+    model = tiny(kind, HYBRID[kind]).to(torch.bfloat16)
+    assert_fits(model)
+    read = models.StepStates.read
+    monkeypatch.setattr(
+        models.StepStates, "read", lambda *of: [state.zero_() for state in read(*of)]
+    )
+    with pytest.raises(ValueError, match=f"got {type(model).__name__}, whose logits differ by"):
+        saccade.Engine(model)
+
+
+def test_weak_convolutions_are_found_out_too(no_states):
     model = tiny("lfm2", HYBRID["lfm2"])
     with torch.no_grad():
         model.model.layers[0].conv.conv.weight.mul_(0.01)

@@ -15,12 +15,14 @@ from torch import Tensor
 
 from saccade.kv_cache import sequences as changes
 from saccade.kv_cache.pool import at_once, locked
-from saccade.kv_cache.sequences import Change, Group, GroupGrowth, PageList, Tokens
+from saccade.kv_cache.sequences import WHOLE, Change, Group, GroupGrowth, PageList, Tokens
 from saccade.kv_cache.storage import (
     LayerPages,
     LayerSizes,
     PageMemory,
     PageSizes,
+    StateMemory,
+    StateSize,
     on_device,
     write_kv_cache,
 )
@@ -40,6 +42,7 @@ class CacheStatistics:
     Attributes:
         used, idle, free: pages that sequences hold, that only the prefix cache knows, and others.
         host_used: pages on the host that hold what was swapped out.
+        states_used, host_states_used: the same of states of whole sequences.
         sequences, tokens: sequences, and tokens in them, shared ones counted each time.
         asked, matched: tokens that allocations named, and those of them that were found.
         copied: pages copied on write. evicted: idle pages that were given away.
@@ -61,6 +64,8 @@ class CacheStatistics:
     moved: int
     swapped_out: int
     swapped_in: int
+    states_used: int = 0
+    host_states_used: int = 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +99,11 @@ class PagedCache:
     a call changes all of them or none. Slots, tables and counts of pages then come in a list, one
     entry for each group.
 
+    Layers that keep a state of a whole sequence (recurrent ones, convolutions) have their tensors
+    in `states`: a sequence holds one number of them, which is copied, swapped and freed with its
+    pages. A state cannot go back to an earlier token, so beginnings are not shared by the prefix
+    cache where there are states; forks share one until either of the two grows.
+
     Args:
         num_pages: pages of the pool; each holds `page_size` tokens in every layer. With `windows`
             of each group, or a mapping from windows to numbers.
@@ -110,11 +120,16 @@ class PagedCache:
         window: tokens that a token sees before itself, as in `masks.window(window)`: pages behind
             it are let go, and `attend` applies the mask. None: everything is seen.
         windows: instead of num_layers and window, a window or None for each layer.
-        prefix_caching: whether full pages are found again by equal beginnings.
+        prefix_caching: whether full pages are found again by equal beginnings; never with states.
+        states: the shape and dtype of each tensor that a sequence has beside its pages.
+        num_states, host_states: sequences that can have such states at once, on the device and on
+            the host.
 
     Attributes:
         windows: the window of each group: None first, then the widest.
         addresses: where each layer's pages are. num_pages: of each group.
+        states: tensors [num_states, ...], read and written at `state_numbers`. They hold anything
+            until they are written: a sequence that begins has no state.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -139,6 +154,8 @@ class PagedCache:
     groups: list[Group]
     addresses: list[LayerAddress]
     latent: bool
+    states: list[Tensor]
+    num_states: int
 
     def __init__(
         self,
@@ -156,6 +173,9 @@ class PagedCache:
         window: int | None = None,
         windows: Sequence[int | None] | None = None,
         prefix_caching: bool = True,
+        states: Sequence[tuple[Sequence[int], torch.dtype]] = (),
+        num_states: int = 0,
+        host_states: int = 0,
     ):
         check_whole_number("page_size", page_size, least=1)
         if page_size > LARGEST_PAGE:
@@ -163,7 +183,9 @@ class PagedCache:
         if dtype not in DTYPES + QUANTISED:
             raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
         self._grouped = windows is not None
-        of_layers = _windows_of(num_layers, window, windows)
+        sizes_of_states = _states_of(states, num_states, host_states)
+        of_layers = _windows_of(num_layers, window, windows, paged=not sizes_of_states)
+        prefix_caching = prefix_caching and not sizes_of_states
         value_dim = head_dim if value_dim is None else value_dim
         sizes = _sizes_of(
             len(of_layers), {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
@@ -178,9 +200,7 @@ class PagedCache:
         self.page_size, self.device = page_size, torch.device(device)
         self.groups = []
         for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True):
-            of_group = [
-                size for size, window in zip(sizes, of_layers, strict=True) if window == each
-            ]
+            of_group = [size for size, of in zip(sizes, of_layers, strict=True) if of == each]
             memory = PageMemory(
                 PageSizes(page_size, of_group, dtype, latent), pages, on_host, self.device
             )
@@ -190,6 +210,10 @@ class PagedCache:
             for layer, each in enumerate(of_layers)
         ]
         self.latent = latent
+        of_states = StateMemory(sizes_of_states, num_states, host_states, self.device)
+        self.states, self.num_states = of_states.pools, num_states if sizes_of_states else 0
+        self._states = [Group(of_states, WHOLE, None, False)] if sizes_of_states else []
+        self._everything = [*self.groups, *self._states]  # that a call changes
         self._numbers = itertools.count()
         self._lock = threading.RLock()
 
@@ -207,14 +231,14 @@ class PagedCache:
             The sequence's number.
         """
         number, tokens = next(self._numbers), _token_list(tokens)
-        changes.enter(changes.begun(self.groups, number, tokens, salt))
+        changes.enter(changes.begun(self._everything, number, tokens, salt))
         return number
 
     @locked
     def fork(self, sequence: int) -> int:
         """A second sequence with the same tokens; pages are shared until one of the two writes."""
         number = next(self._numbers)
-        changes.enter([changes.forked(group, number, sequence) for group in self.groups])
+        changes.enter([changes.forked(group, number, sequence) for group in self._everything])
         return number
 
     @locked
@@ -262,13 +286,15 @@ class PagedCache:
         spares = [None] * len(self.groups) if spare is None else spare
         growths = [
             GroupGrowth(group, new, spared)
-            for group, spared in zip(self.groups, spares, strict=True)
+            for group, spared in zip(
+                self._everything, [*spares, *[None] * len(self._states)], strict=True
+            )
         ]
         for growth in growths:  # before anything is evicted to make room
             growth.require()
         grown = [growth.grown() for growth in growths]
         changes.enter([change for change, _ in grown])
-        return self._by_group([slots for _, slots in grown])
+        return self._by_group([slots for _, slots in grown[: len(self.groups)]])
 
     @locked
     def name(self, sequence: int, tokens: Sequence[int]) -> None:
@@ -282,19 +308,22 @@ class PagedCache:
         Raises:
             ValueError: for more tokens than it has.
         """
-        held = [group.find(sequence) for group in self.groups]
+        held = [group.find(sequence) for group in self._everything]
         if len(tokens) > held[0].length:
             raise ValueError(f"tokens: got {len(tokens)}, takes at most {held[0].length}")
         fresh = [_token_list(tokens[len(each.tokens) :]) for each in held]
         at_once(partial(each.tokens.extend, new) for each, new in zip(held, fresh, strict=True))
         changes.enter(
-            [Change(group, written=[each]) for group, each in zip(self.groups, held, strict=True)]
+            [
+                Change(group, written=[each])
+                for group, each in zip(self._everything, held, strict=True)
+            ]
         )
 
     @locked
     def commit(self, sequence: int) -> None:
         """Say that all tokens so far are written: their full pages may be found by others."""
-        changes.enter([Change(group, written=[group.find(sequence)]) for group in self.groups])
+        changes.enter([Change(group, written=[group.find(sequence)]) for group in self._everything])
 
     @locked
     def forget(self, sequence: int) -> None:
@@ -302,7 +331,7 @@ class PagedCache:
 
         For what turns out to be wrong: another sequence that begins so is computed again.
         """
-        for group, held in [(group, group.find(sequence)) for group in self.groups]:
+        for group, held in [(group, group.find(sequence)) for group in self._everything]:
             group.forget(held)
 
     @locked
@@ -310,19 +339,26 @@ class PagedCache:
         """Forget all but the first tokens (drafts that were not accepted, say).
 
         Raises:
-            ValueError: if there are fewer, or if a window would reach back to released pages.
+            ValueError: if there are fewer, if a window would reach back to released pages, or if
+                there is a state, which only the beginning is before.
         """
-        changes.enter([changes.trimmed(group, sequence, length) for group in self.groups])
+        held = self.length(sequence)
+        if self.states and length not in (0, held):
+            raise ValueError(
+                f"length: got {length} for a sequence with a state of {held} tokens, takes "
+                f"{held} or 0: a state cannot go back"
+            )
+        changes.enter([changes.trimmed(group, sequence, length) for group in self._everything])
 
     @locked
     def free(self, sequence: int) -> None:
         """End a sequence; its pages that hold a known beginning stay until room is needed."""
-        changes.enter([changes.ended(group, sequence) for group in self.groups])
+        changes.enter([changes.ended(group, sequence) for group in self._everything])
 
     @locked
     def clear(self) -> None:
         """End every sequence, as `free` ends one."""
-        for sequence in list(self.groups[0].sequences):
+        for sequence in list(self._everything[0].sequences):
             self.free(sequence)
 
     @locked
@@ -332,9 +368,9 @@ class PagedCache:
         Raises:
             OutOfPagesError: if the host has too few pages; then nothing has changed.
         """
-        for group in self.groups:
+        for group in self._everything:
             group.host_pool.require(len(group.find(sequence).kept))
-        changes.enter([changes.swapped_out(group, sequence) for group in self.groups])
+        changes.enter([changes.swapped_out(group, sequence) for group in self._everything])
 
     @locked
     def swap_in(self, sequence: int) -> None:
@@ -344,9 +380,9 @@ class PagedCache:
             OutOfPagesError: if there are too few pages; then nothing has changed.
             ValueError: if it is not swapped out.
         """
-        for group in self.groups:
+        for group in self._everything:
             group.pool.require(len(group.find(sequence, on_device=False).kept_on_host))
-        changes.enter([changes.swapped_in(group, sequence) for group in self.groups])
+        changes.enter([changes.swapped_in(group, sequence) for group in self._everything])
 
     @locked
     def compact(self) -> int:
@@ -354,7 +390,7 @@ class PagedCache:
 
         Slots and tables that were handed out before no longer hold.
         """
-        return sum(map(changes.compact, self.groups))
+        return sum(map(changes.compact, self._everything))
 
     @locked
     def tables(self, sequences: Sequence[int]) -> Any:
@@ -371,6 +407,25 @@ class PagedCache:
         """A sequence's pages in order, as `tables` has them; with `windows` a list of such lists,
         one for each group."""
         return self._by_group([_page_numbers(group.find(sequence)) for group in self.groups])
+
+    @locked
+    def state_numbers(self, sequences: Sequence[int]) -> list[int]:
+        """Where in `states` each sequence has its own; they hold until it changes, as slots do.
+
+        Raises:
+            KeyError, ValueError: for a sequence that is not there, is swapped out or has no token.
+        """
+        if not self.states:
+            raise ValueError("sequences: got some of a cache without states, takes one with states")
+        found = []
+        for sequence in sequences:
+            held = self._everything[-1].find(sequence).kept
+            if not held:
+                raise ValueError(
+                    f"sequences: got {sequence}, which has no token, takes one that has"
+                )
+            found += held
+        return found
 
     def pages(self, layer: int) -> LayerPages:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""
@@ -407,7 +462,7 @@ class PagedCache:
     @locked
     def length(self, sequence: int) -> int:
         """Tokens of a sequence."""
-        return self.groups[0].find(sequence, on_device=False).length
+        return self._everything[0].find(sequence, on_device=False).length
 
     @locked
     def available(self) -> Any:
@@ -422,29 +477,32 @@ class PagedCache:
         """
         pools = [group.pool for group in self.groups]
         hosts = [group.host_pool for group in self.groups]
-        first = self.groups[0]
+        first = self._everything[0]
         counts = {name: sum(group.counts[name] for group in self.groups) for name in first.counts}
         of_tokens = {name: first.counts[name] for name in ("asked", "matched")}
         return CacheStatistics(
-            used=sum(pool.num_pages - pool.available for pool in pools),
+            used=sum(pool.used for pool in pools),
             idle=sum(len(pool.idle) for pool in pools),
             free=sum(len(pool.free) for pool in pools),
-            host_used=sum(pool.num_pages - pool.available for pool in hosts),
+            host_used=sum(pool.used for pool in hosts),
             sequences=len(first.sequences),
             tokens=sum(held.length for held in first.sequences.values()),
             evicted=sum(pool.evictions for pool in pools),
+            states_used=sum(group.pool.used for group in self._states),
+            host_states_used=sum(group.host_pool.used for group in self._states),
             **(counts | of_tokens),
         )
 
     @locked
     def sequence_statistics(self, sequence: int) -> SequenceStatistics:
         """What one sequence holds, pages of all groups added up."""
-        found = [group.find(sequence, on_device=False) for group in self.groups]
+        found = [group.find(sequence, on_device=False) for group in self._everything]
+        paged = found[: len(self.groups)]
         return SequenceStatistics(
             length=found[0].length,
             cached=found[0].cached,
-            pages=sum(len(held.kept) for held in found),
-            copied=sum(held.copies for held in found),
+            pages=sum(len(held.kept) for held in paged),
+            copied=sum(held.copies for held in paged),
             swapped_out=found[0].host_pages is not None,
         )
 
@@ -456,13 +514,14 @@ class PagedCache:
             AssertionError: saying what is broken.
         """
         found = []
-        for window, group in zip(self.windows, self.groups, strict=True):
-            of_window = f"layers of window {window}: " if self._grouped else ""
-            found += [f"{of_window}{fault}" for fault in group.faults()]
-            if group.sequences.keys() != self.groups[0].sequences.keys():
-                found.append(f"layers of window {window} have other sequences")
-        for sequence in self.groups[0].sequences:
-            held = [group.sequences.get(sequence) for group in self.groups]
+        names = [f"layers of window {window}" for window in self.windows]
+        for name, group in zip([*names, "states"], self._everything, strict=False):
+            prefix = f"{name}: " if self._grouped or group not in self.groups else ""
+            found += [f"{prefix}{fault}" for fault in group.faults()]
+            if group.sequences.keys() != self._everything[0].sequences.keys():
+                found.append(f"{name} have other sequences")
+        for sequence in self._everything[0].sequences:
+            held = [group.sequences.get(sequence) for group in self._everything]
             if len({each and (each.length, each.host_pages is None) for each in held}) > 1:
                 found.append(f"sequence {sequence} is not the same in all groups")
         if found:
@@ -485,7 +544,7 @@ class PagedCache:
 
     def _mend(self) -> None:
         """Count again what an exception in the middle of the last call left half counted."""
-        for group in self.groups:
+        for group in self._everything:
             group.mend()
 
     def _by_group(self, found: list[Any]) -> Any:
@@ -578,10 +637,30 @@ def _check_latent(sizes: Sequence[LayerSizes], dtype: torch.dtype) -> None:
             )
 
 
+def _states_of(
+    states: Sequence[tuple[Sequence[int], torch.dtype]], num_states: int, host_states: int
+) -> list[StateSize]:
+    """The tensors of a sequence's states."""
+    check_whole_number("num_states", num_states, least=1 if states else 0)
+    check_whole_number("host_states", host_states, least=0)
+    found = []
+    for shape, dtype in states:
+        for size in shape:
+            check_whole_number("states", size, least=1)
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"states: got {type(dtype).__name__}, takes shapes and dtypes")
+        found.append(StateSize(tuple(shape), dtype))
+    return found
+
+
 def _windows_of(
-    num_layers: int | None, window: int | None, windows: Sequence[int | None] | None
+    num_layers: int | None,
+    window: int | None,
+    windows: Sequence[int | None] | None,
+    *,
+    paged: bool,
 ) -> list[int | None]:
-    """The window of each layer."""
+    """The window of each layer; `paged`: there is one at least."""
     if windows is None:
         if num_layers is None:
             raise TypeError("num_layers: got None, takes a whole number, or windows for each layer")
@@ -593,7 +672,7 @@ def _windows_of(
     if not isinstance(windows, Sequence):
         got = type(windows).__name__
         raise TypeError(f"windows: got {got}, takes a window or None for each layer")
-    if not windows:
+    if not windows and paged:
         raise ValueError("windows: got none, takes one for each layer")
     for each in windows:
         check_whole_number("windows", 0 if each is None else each, least=0)

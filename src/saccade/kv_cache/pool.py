@@ -125,6 +125,7 @@ class OutOfPagesError(RuntimeError):
         needed: pages that the call asked for.
         available: pages that could be had, those of the prefix cache included.
         where: "device" or "host".
+        kind: of what there is too little: "pages", or "states" of whole sequences.
 
     Examples:
         >>> cache = saccade.PagedCache(2, page_size=4, num_layers=1, kv_heads=2, head_dim=16)
@@ -139,13 +140,14 @@ class OutOfPagesError(RuntimeError):
     needed: int
     available: int
     where: str
+    kind: str
 
-    def __init__(self, needed: int, available: int, where: str):
+    def __init__(self, needed: int, available: int, where: str, kind: str = "pages"):
         super().__init__(
-            f"out of pages on the {where}: {needed} needed, {available} available; free, trim or "
+            f"out of {kind} on the {where}: {needed} needed, {available} available; free, trim or "
             "swap out a sequence, or make the pool larger"
         )
-        self.needed, self.available, self.where = needed, available, where
+        self.needed, self.available, self.where, self.kind = needed, available, where, kind
 
 
 class PagePool:
@@ -155,8 +157,10 @@ class PagePool:
     is given away when no free page is left, the one that has been idle longest first.
     """
 
-    def __init__(self, num_pages: int, where: str, on_evict: Callable[[int], None]):
-        self.num_pages, self.where = num_pages, where
+    def __init__(
+        self, num_pages: int, where: str, on_evict: Callable[[int], None], kind: str = "pages"
+    ):
+        self.num_pages, self.where, self.kind = num_pages, where, kind
         self.holders = [0] * num_pages
         self.free = FreeRanges(num_pages)
         self.idle: OrderedDict[int, None] = OrderedDict()
@@ -168,10 +172,15 @@ class PagePool:
         """Pages that can be taken."""
         return len(self.free) + len(self.idle)
 
+    @property
+    def used(self) -> int:
+        """Pages that sequences hold."""
+        return self.num_pages - self.available
+
     def require(self, needed: int) -> None:
         """Raise OutOfPagesError if fewer pages can be had."""
         if needed > self.available:
-            raise OutOfPagesError(needed, self.available, self.where)
+            raise OutOfPagesError(needed, self.available, self.where, self.kind)
 
     def take(self, count: int, after: int | None) -> list[int]:
         """So many pages with one holder each, neighbours of `after` as far as they can be.

@@ -13,9 +13,10 @@ from functools import partial
 from typing import NamedTuple
 
 from saccade.kv_cache.pool import PagePool, PrefixIndex, at_once
-from saccade.kv_cache.storage import PageMemory
+from saccade.kv_cache.storage import Memory
 
 Tokens = int | Sequence[int]  # new tokens, or only how many
+WHOLE = 2**62  # as a page size: a page holds a whole sequence, whatever its length
 COUNTS = ("copied", "released", "moved", "swapped_out", "swapped_in", "asked", "matched")
 
 
@@ -79,6 +80,9 @@ class PageList:
 class Group:
     """The pages of all layers that look back equally far, and what each sequence has of them.
 
+    States of whole sequences are such a group, too. Its pages are `WHOLE`: a sequence has one as
+    soon as it has a token, never a full one, and copies it before it writes where others hold it.
+
     Attributes:
         window: tokens that a token of these layers sees before itself; None: all.
         sequences: by number; all other counts follow from them.
@@ -87,13 +91,14 @@ class Group:
     """
 
     def __init__(
-        self, memory: PageMemory, page_size: int, window: int | None, prefix_caching: bool
+        self, memory: Memory, page_size: int, window: int | None, prefix_caching: bool
     ) -> None:
         self.memory, self.page_size, self.window = memory, page_size, window
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex(page_size)
-        self.pool = PagePool(memory.num_pages, "device", self.index.forget)
-        self.host_pool = PagePool(memory.host_pages, "host", lambda page: None)
+        kind = "states" if page_size == WHOLE else "pages"
+        self.pool = PagePool(memory.num_pages, "device", self.index.forget, kind)
+        self.host_pool = PagePool(memory.host_pages, "host", lambda page: None, kind)
         self.sequences: dict[int, PageList] = {}
         self.torn = False
         self.counts: dict[str, int] = dict.fromkeys(COUNTS, 0)
@@ -405,7 +410,8 @@ class GroupGrowth:
             change.dropped += released
             change.counts["released"] += len(released)
             change.sequences[each.sequence] = longer
-            slots += _slots(longer, each.num_tokens, group.page_size)
+            if group.page_size != WHOLE:
+                slots += _slots(longer, each.num_tokens, group.page_size)
         group.memory.copy(sources, targets)
         change.counts["copied"] += len(sources)
         return change, slots

@@ -70,6 +70,13 @@ class LayerSizes(NamedTuple):
     value_dim: int
 
 
+class StateSize(NamedTuple):
+    """One tensor of what a layer keeps for a whole sequence."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
 class PageSizes(NamedTuple):
     """The sizes of a cache's tensors."""
 
@@ -79,19 +86,14 @@ class PageSizes(NamedTuple):
     latent: bool  # whether values are the first channels of keys, in the same memory
 
 
-class PageMemory:
-    """Pages on the device, and as many as asked for on the host (page-locked beside a GPU).
+class Memory:
+    """Tensors of the device by numbers of pages, and others on the host that pages are moved to."""
 
-    Heads lie outermost, so that neighbouring pages of a head are one piece of memory.
-    """
-
-    def __init__(self, sizes: PageSizes, num_pages: int, host_pages: int, device: torch.device):
-        self.num_pages, self.host_pages = num_pages, host_pages
-        self.layers = [_layer(sizes, of, num_pages, device, False) for of in sizes.layers]
-        on_host = torch.device("cpu")
-        pinned = device.type == "cuda"
-        host = [_layer(sizes, of, host_pages, on_host, pinned) for of in sizes.layers]
-        self.pools, self.host_pools = (_pools(each, sizes.latent) for each in (self.layers, host))
+    num_pages: int
+    host_pages: int
+    pools: list[Tensor]
+    host_pools: list[Tensor]
+    layers: list[LayerPages]
 
     def copy(self, source: Sequence[int], target: Sequence[int]) -> None:
         """Copy pages on the device, reading all before any is written."""
@@ -111,6 +113,38 @@ class PageMemory:
         """Copy pages from the host to the device."""
         if source:
             move_pages(self.host_pools, _numbers(source), _numbers(target), into=self.pools)
+
+
+class PageMemory(Memory):
+    """Pages on the device, and as many as asked for on the host (page-locked beside a GPU).
+
+    Heads lie outermost, so that neighbouring pages of a head are one piece of memory.
+    """
+
+    def __init__(self, sizes: PageSizes, num_pages: int, host_pages: int, device: torch.device):
+        self.num_pages, self.host_pages = num_pages, host_pages
+        self.layers = [_layer(sizes, of, num_pages, device, False) for of in sizes.layers]
+        on_host = torch.device("cpu")
+        pinned = device.type == "cuda"
+        host = [_layer(sizes, of, host_pages, on_host, pinned) for of in sizes.layers]
+        self.pools, self.host_pools = (_pools(each, sizes.latent) for each in (self.layers, host))
+
+
+class StateMemory(Memory):
+    """States of whole sequences, each of which is one page of numbers in several tensors."""
+
+    def __init__(
+        self, sizes: Sequence[StateSize], num_states: int, host_states: int, device: torch.device
+    ):
+        self.num_pages, self.host_pages, self.layers = num_states, host_states, []
+        self.pools = [
+            torch.empty(num_states, *shape, dtype=dtype, device=device) for shape, dtype in sizes
+        ]
+        pinned = device.type == "cuda"
+        self.host_pools = [
+            torch.empty(host_states, *shape, dtype=dtype, device="cpu", pin_memory=pinned)
+            for shape, dtype in sizes
+        ]
 
 
 def _layer(

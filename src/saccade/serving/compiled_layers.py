@@ -193,6 +193,8 @@ def compile_layers(
     begin = time.perf_counter()
     if model.latent_layers is not None:
         return "no layers are compiled: latents are taken from them, which a graph does not do"
+    if model.state_layers is not None:
+        return "no layers are compiled: states are handed to them, which a graph does not do"
     layers = CompiledLayers(model.module)
     if not len(layers):
         return f"no layers are compiled: {model.name} has no list of layers that attend"

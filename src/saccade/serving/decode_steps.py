@@ -33,9 +33,10 @@ from saccade.serving.decoding import (
     Traits,
     check_number,
 )
-from saccade.serving.model import BatchStep, PackedModel, Rows, written
+from saccade.serving.model import BatchStep, LayerCall, LayerCalls, PackedModel, Rows, written
 from saccade.serving.request import Limits, Request
 from saccade.serving.scheduler import Chunk, StepPlan
+from saccade.serving.states import StepStates
 
 WHOLE, REAL = 7, 6  # words of a row: the token, its position and settings; what is no whole number
 WORDS = WHOLE + REAL
@@ -145,24 +146,28 @@ class DecodeStep:
     """One step over a batch of that many rows, at fixed addresses: what a model calls to attend.
 
     Args:
-        cache: where keys and values go. layers: for each layer index of the model its number there.
+        cache: where keys and values go. layers: for each call of an attention layer in a pass its
+            number there.
         options: of `saccade.attention_paged`.
+        states: of the rows' sequences, where layers keep some.
     """
 
     layers_are_checked = True  # by the same layers, called with a `BatchStep` before
 
     def __init__(
-        self, cache: saccade.PagedCache, layers: Mapping[int, int], options: Mapping[str, Any],
-        inbox: Inbox, lanes: Lanes, rows: int,
+        self, cache: saccade.PagedCache, layers: Mapping[LayerCall, int],
+        options: Mapping[str, Any], inbox: Inbox, lanes: Lanes, rows: int,
+        states: StepStates | None = None,
     ):  # fmt: skip
-        self._cache, self._layers, self._options = cache, layers, options
-        self._inbox, self._lanes, self.rows = inbox, lanes, rows
+        self._cache, self._calls, self._options = cache, LayerCalls(layers), options
+        self._inbox, self._lanes, self.rows, self.states = inbox, lanes, rows, states
         self._tables = [table[:rows] for table in inbox.tables]
         self.settings = inbox.settings(rows)
         self.last_rows = torch.arange(rows, device=cache.device)
 
     def begin(self) -> tuple[Int[Tensor, "1 rows"], Int[Tensor, "1 rows"]]:
         """The rows' tokens and positions; slots and lengths follow from these."""
+        self._calls.begin()
         given, positions = self._inbox.tokens(self.rows), self._inbox.positions(self.rows)
         own = self._lanes.last_tokens.index_select(0, self.settings.lanes)
         tokens = torch.where(given >= 0, given, own)
@@ -177,11 +182,15 @@ class DecodeStep:
         ]
         return tokens.unsqueeze(0), positions.unsqueeze(0)
 
+    def end(self) -> None:
+        """All layers were called."""
+        self._calls.end()
+
     def attend(
-        self, layer_index: int, query: Rows, key: Rows, value: Rows, **options: Any
+        self, layer_index: int | None, query: Rows, key: Rows, value: Rows, **options: Any
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
-        layer = self._layers[layer_index]
+        layer = self._calls.next(layer_index)
         pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
         scales = written(pages, key, value, self._slots[group])
         output = saccade.attention_paged(
@@ -220,7 +229,7 @@ def read_batch_sizes(sizes: Sequence[int] | None, most: int, *, padded: bool) ->
     return sorted(set(sizes))
 
 
-def why_eager(device: torch.device, asked: bool | None) -> str:
+def why_eager(model: PackedModel, asked: bool | None) -> str:
     """Why steps are not captured; "" where they are.
 
     Args:
@@ -229,10 +238,13 @@ def why_eager(device: torch.device, asked: bool | None) -> str:
     Raises:
         ValueError: where graphs are asked for and there are none.
     """
+    device = model.device
     if device.type != "cuda":
         if asked:
             raise ValueError(f"cuda_graphs: got True for a model on {device}, takes it on a GPU")
         return f"the model is on {device}, where there are no CUDA graphs"
+    if model.states:
+        return "layers keep states, of which the host says in each step which are whose"
     return "cuda_graphs is False" if asked is False else ""
 
 
@@ -265,6 +277,7 @@ class Decoder:
         self.inbox = Inbox(most, widths, lanes.vocabulary, cache.device)
         self._widths = [0] * len(widths)  # pages of each row that the host's buffer has room for
         self._requests: list[Request] = []  # whose rows it holds
+        self._chunks: Sequence[Chunk] = []  # of the step that was said
         self._size = 0
         self._passes: dict[int, Callable[[], Tensor]] = {}
         self._choices: dict[tuple[int, Traits], Callable[[], Chosen]] = {}
@@ -281,6 +294,7 @@ class Decoder:
             ahead: whether the tokens are those that the step before gives.
         """
         requests = [chunk.request for chunk in chunks]
+        self._chunks = chunks
         number = len(chunks)
         size = number if self.sizes is None else next(n for n in self.sizes if n >= number)
         most = max(chunk.stop for chunk in chunks)
@@ -288,9 +302,9 @@ class Decoder:
         same = ahead and size == self._size and requests == self._requests
         self._requests = []  # until all is written
         self.inbox.wait()
-        if not same or width > self._widths[0]:
-            room = min(1 << (width - 1).bit_length(), self.inbox.tables[0].shape[1])
-            self._widths = [room] * len(self._widths)
+        if not same or any([width > room for room in self._widths]):
+            room = 1 << (width - 1).bit_length()
+            self._widths = [min(room, table.shape[1]) for table in self.inbox.tables]
             self._write(chunks, lanes, size)
         else:
             for row, chunk in enumerate(chunks):
@@ -354,8 +368,12 @@ class Decoder:
         return decoding.choose(logits, self.inbox.settings(size), traits, self._lanes)
 
     def _step(self, size: int) -> DecodeStep:
+        states = None
+        if self._model.states:
+            counts = self._model.states_of_layers
+            states = StepStates(self._cache, counts, self._chunks, size)
         return DecodeStep(
-            self._cache, self._model.numbers, self._options, self.inbox, self._lanes, size
+            self._cache, self._model.numbers, self._options, self.inbox, self._lanes, size, states
         )
 
     # ---- graphs ----------------------------------------------------------------------------------
@@ -399,7 +417,7 @@ class Decoder:
 
     def _padded_step(self, size: int) -> DecodeStep:
         """A step of padding alone."""
-        self._requests, self._size = [], 0
+        self._requests, self._size, self._chunks = [], 0, []
         self.inbox.wait()
         for number in range(size):
             self.inbox.write(number, self.padding)
@@ -500,8 +518,8 @@ def warm_up_prompts(
             for number, count in zip(numbers, counts, strict=True):
                 request = Request(number, [0] * count, Sampling(), Limits(1), sequence=number)
                 chunks.append(Chunk(request, 0, count, True))
-            step = BatchStep(cache, StepPlan(chunks, slots), model.numbers, options)
-            model.logits(step)
+            plan = StepPlan(chunks, slots)
+            model.logits(BatchStep(cache, plan, model.numbers, options, model.states_of_layers))
         except saccade.OutOfPagesError:
             continue
         finally:

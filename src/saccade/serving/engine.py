@@ -58,6 +58,7 @@ from saccade.serving.scheduler import (
     StepPlan,
     make_capacity,
 )
+from saccade.serving.states import explain_states
 
 R = TypeVar("R")
 
@@ -265,7 +266,7 @@ class Worker:
     def _begin(self, plan: StepPlan) -> UnderWay:
         """Hand the device the forward pass, and what draws tokens from the rows' logits."""
         self._counts.steps += 1
-        self._counts.rows += len(plan.slots[0])
+        self._counts.rows += plan.rows
         if plan.decodes:
             requests = [chunk.request for chunk in plan.chunks]
             lanes = [self._lane_numbers.of(request) for request in requests]
@@ -276,7 +277,9 @@ class Worker:
         return self._begin_prompts(plan)
 
     def _begin_prompts(self, plan: StepPlan) -> UnderWay:
-        step = BatchStep(self._cache, plan, self._model.numbers, self._options)
+        step = BatchStep(
+            self._cache, plan, self._model.numbers, self._options, self._model.states_of_layers
+        )
         if not all([chunk.known for chunk in plan.chunks]):
             lanes = [
                 self._lanes.spare if chunk.known else self._lane_numbers.of(chunk.request)
@@ -453,16 +456,16 @@ class Engine:
             capacity, self._model, sequences=max_sequences, longest=max_length,
             rows=max_batch_tokens, swaps=preemption == "swap",
         )  # fmt: skip
-        self.num_pages = sum(self.cache.num_pages)
-        self._tokenizer = tokenizer
-        self.max_sequences = max_sequences
+        self.num_pages, self._tokenizer = sum(self.cache.num_pages), tokenizer
+        # Where there are states, there is one for each sequence that runs.
+        self.max_sequences = min(max_sequences, self.cache.num_states or max_sequences)
         self._scheduler = Scheduler(
-            self.cache, max_batch_tokens=max_batch_tokens, max_sequences=max_sequences,
+            self.cache, max_batch_tokens=max_batch_tokens, max_sequences=self.max_sequences,
             preemption=preemption,
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         check_packed_passes(self._model, page_size, options)
-        reason = why_eager(self._model.device, cuda_graphs)
+        reason = why_eager(self._model, cuda_graphs)
         cuda_graphs = not reason
         asked = read_compile(compile, by_default=cuda_graphs)
         self._layers = compile_layers(self._model, page_size, options, progress) if asked else ""
@@ -569,7 +572,8 @@ class Engine:
 
     def explain(self) -> str:
         """How steps run, and why."""
-        return "\n".join(filter(None, [self._decoder.explain(), self._layers]))
+        said = self._decoder.explain(), self._layers, explain_states(self._model, self.cache)
+        return "\n".join(filter(None, said))
 
     def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
         """The prompt's tokens, and when the request is done; refuses what can never be served."""

@@ -7,12 +7,13 @@ use, are made once a step. A `Probe` instead of a step records what layers keep.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 import saccade
@@ -20,6 +21,10 @@ from saccade import integrations
 from saccade.serving.decoding import Sampling, on_device
 from saccade.serving.request import Limits, Request
 from saccade.serving.scheduler import Scheduler, StepPlan
+from saccade.serving.states import StateShape, StepStates, state_rows
+
+if TYPE_CHECKING:
+    from saccade.integrations.transformers import StateRows
 
 # One sequence in the batch, as models are called: its rows are those of all sequences.
 Rows = Float[Tensor, "1 heads rows dim"]
@@ -28,6 +33,7 @@ Rows = Float[Tensor, "1 heads rows dim"]
 class PackedStep(Protocol):
     """A step whose rows are those of many sequences; its layers call `attend`."""
 
+    states: Any  # of the sequences, where layers keep some
     last_rows: Int[Tensor, " drawn"]  # those that a token is drawn from
 
     def begin(self) -> tuple[Int[Tensor, "1 rows"], Int[Tensor, "1 rows"]]:
@@ -35,10 +41,55 @@ class PackedStep(Protocol):
         ...
 
     def attend(
-        self, layer_index: int, query: Rows, key: Rows, value: Rows, **options: Any
+        self, layer_index: int | None, query: Rows, key: Rows, value: Rows, **options: Any
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Keep a layer's new keys and values, and attend over all of each sequence."""
         ...
+
+    def end(self) -> None:
+        """All layers were called."""
+        ...
+
+
+class LayerCall(NamedTuple):
+    """One call of an attention layer in a pass: models may use a layer in several places."""
+
+    layer: int | None  # its number, as the layer itself has it
+    times: int  # it was called before
+
+
+class LayerCalls:
+    """Which of the cache's layers is attended to next, in each pass of a step.
+
+    Args:
+        numbers: of the cache's layers.
+    """
+
+    def __init__(self, numbers: Mapping[LayerCall, int]):
+        self._numbers = numbers
+        self._counts: Counter[int | None] = Counter()
+
+    def begin(self) -> None:
+        """A pass begins."""
+        self._counts.clear()
+
+    def next(self, index: int | None) -> int:
+        """The number in the cache of a layer that is called now."""
+        call = LayerCall(index, self._counts[index])
+        self._counts[index] += 1
+        return self._numbers[call]
+
+    def end(self) -> None:
+        """A pass ends.
+
+        Raises:
+            RuntimeError: if layers were left out: their keys and values would be missing.
+        """
+        if self._counts.total() != len(self._numbers):
+            raise RuntimeError(
+                f"model: called {self._counts.total()} attention layers in a pass, takes all "
+                f"{len(self._numbers)} in each"
+            )
 
 
 class BatchStep:
@@ -47,15 +98,16 @@ class BatchStep:
     Args:
         cache: where keys and values go.
         plan: whose rows they are, and their slots.
-        layers: for each layer index of the model its number in the cache.
+        layers: for each call of an attention layer in a pass its number in the cache.
         options: of `saccade.attention_paged`, such as batch_invariant.
+        states: how many tensors each layer with states has.
     """
 
     def __init__(
-        self, cache: saccade.PagedCache, plan: StepPlan, layers: Mapping[int, int],
-        options: Mapping[str, Any],
+        self, cache: saccade.PagedCache, plan: StepPlan, layers: Mapping[LayerCall, int],
+        options: Mapping[str, Any], states: Sequence[int] = (),
     ):  # fmt: skip
-        self._cache, self._layers, self._options = cache, layers, options
+        self._cache, self._calls, self._options = cache, LayerCalls(layers), options
         sequences = [chunk.request.sequence for chunk in plan.chunks]
         self._tables = cache.tables([sequence for sequence in sequences if sequence is not None])
         ends = [0]
@@ -73,6 +125,7 @@ class BatchStep:
         self.input_ids = on_device(tokens, torch.int64, device).unsqueeze(0)
         self.position_ids = on_device(positions, torch.int64, device).unsqueeze(0)
         self.last_rows = on_device(last_rows, torch.int64, device)
+        self.states = StepStates(cache, states, plan.chunks, len(tokens)) if states else None
         # Places among chunks, and rows, of tokens that a step under way gives.
         self._unknown = [
             (place, last_rows[place]) for place, chunk in enumerate(plan.chunks) if not chunk.known
@@ -87,13 +140,18 @@ class BatchStep:
 
     def begin(self) -> tuple[Int[Tensor, "1 rows"], Int[Tensor, "1 rows"]]:
         """The rows' tokens and positions."""
+        self._calls.begin()
         return self.input_ids, self.position_ids
 
+    def end(self) -> None:
+        """All layers were called."""
+        self._calls.end()
+
     def attend(
-        self, layer_index: int, query: Rows, key: Rows, value: Rows, **options: Any
+        self, layer_index: int | None, query: Rows, key: Rows, value: Rows, **options: Any
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
-        layer = self._layers[layer_index]
+        layer = self._calls.next(layer_index)
         pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
         scales = written(pages, key, value, self._slots[group])
         output = saccade.attention_paged(
@@ -127,6 +185,32 @@ class LayerShape:
     latent: bool = False  # whether values are the first channels of keys
 
 
+class ProbedStates:
+    """Records what states layers keep, of one sequence that begins."""
+
+    def __init__(self) -> None:
+        self.shapes: dict[int, list[StateShape]] = {}
+
+    def rows(self) -> list[StateRows]:
+        """All rows, of which nothing is kept."""
+        return [state_rows(slice(None), 1, True, None)]
+
+    def read(self, layer: int, rows: StateRows) -> list[Tensor]:
+        """There is nothing to read."""
+        raise AssertionError("a probe has no states")
+
+    def write(self, layer: int, rows: StateRows, states: Sequence[Tensor]) -> None:
+        """Note a layer's sizes."""
+        if layer in self.shapes:
+            raise ValueError(
+                "model: a layer of its that keeps a state is called twice in one pass, takes a "
+                "model whose layers each keep their own"
+            )
+        if not all(state.shape[0] == 1 for state in states):
+            raise ValueError("model: got states of another batch than the rows', takes one of each")
+        self.shapes[layer] = [StateShape(tuple(each.shape[1:]), each.dtype) for each in states]
+
+
 class Probe:
     """Records the sizes of a model's attention layers, called once instead of a `BatchStep`.
 
@@ -134,19 +218,16 @@ class Probe:
     """
 
     def __init__(self) -> None:
-        self.layers: dict[int, LayerShape] = {}
+        self.layers: dict[LayerCall, LayerShape] = {}
+        self.states = ProbedStates()
 
     def attend(
-        self, layer_index: int, query: Rows, key: Rows, value: Rows,
+        self, layer_index: int | None, query: Rows, key: Rows, value: Rows,
         *, mask: saccade.masks.Mask | None = None, **_: Any,
     ) -> Float[Tensor, "1 rows heads value_dim"]:  # fmt: skip
         """Note the layer's sizes; the result is nothing but of the right shape."""
-        if layer_index in self.layers:
-            raise ValueError(
-                f"model: its attention layer {layer_index} is called twice in one pass, takes a "
-                "model whose layers each keep their own keys and values"
-            )
-        self.layers[layer_index] = LayerShape(
+        times = sum(call.layer == layer_index for call in self.layers)
+        self.layers[LayerCall(layer_index, times)] = LayerShape(
             key.shape[1], key.shape[3], value.shape[3], key.dtype, window_of(mask),
             latent=value.data_ptr() == key.data_ptr(),
         )  # fmt: skip
@@ -197,7 +278,7 @@ class PackedModel:
     def __init__(self, model: Any):
         integrations.transformers.register()
         self.name = type(model).__name__
-        _check_kind(model)
+        self.state_layers = _check_kind(model)
         model.set_attn_implementation("saccade")
         self._model = model.eval()
         self._weights = [each for each in model.parameters() if not each.is_inference()]
@@ -210,10 +291,13 @@ class PackedModel:
         layers = self._layers_found()
         self.numbers = {index: number for number, index in enumerate(layers)}
         self.layers = list(layers.values())
-        self.dtype, self.latent = alike(self.layers)
+        self.dtype, self.latent = alike(self.layers) if layers else (model.dtype, False)
         self.windows = [each.window for each in self.layers]
+        of_states = [self.probed_states[number] for number in range(len(self.probed_states))]
+        self.states = [state for of_layer in of_states for state in of_layer]
+        self.states_of_layers = [len(of_layer) for of_layer in of_states]
 
-    def _layers_found(self) -> dict[int, LayerShape]:
+    def _layers_found(self) -> dict[LayerCall, LayerShape]:
         """What layers keep: a latent where that works, else keys and values for each head."""
         if self.latent_layers is not None:
             try:
@@ -226,7 +310,8 @@ class PackedModel:
         """What layers keep for each token, as `PagedCache` takes it."""
         names = "kv_heads", "head_dim", "value_dim"
         of_layers = {name: [getattr(each, name) for each in self.layers] for name in names}
-        return {"windows": self.windows, "latent": self.latent, **of_layers}
+        sizes = {"windows": self.windows, "latent": self.latent, **of_layers}
+        return sizes | ({"states": self.states} if self.states else {})
 
     @property
     def module(self) -> torch.nn.Module:
@@ -292,13 +377,36 @@ class PackedModel:
         return self._model(input_ids=prompts, use_cache=False, **self._options(step)).logits
 
     @torch.inference_mode()
-    def logits(self, step: PackedStep) -> Float[Tensor, "drawn vocabulary"]:
-        """Logits of the rows that a token is drawn from."""
-        return self._call(step, *step.begin(), step.last_rows)
+    def cached_logits(
+        self, prompts: Int[Tensor, "batch rows"]
+    ) -> Float[Tensor, "batch rows vocabulary"]:
+        """The same, token after token over transformers' own cache."""
+        self._model.set_attn_implementation("eager")
+        options: dict[str, Any] = {}
+        found = []
+        try:
+            for position, tokens in enumerate(prompts.split(1, dim=1)):
+                output = self._model(
+                    input_ids=tokens, use_cache=True, **options,
+                    position_ids=torch.full_like(tokens, position),
+                )  # fmt: skip
+                found.append(output.logits)
+                names = "past_key_values", "cache_params"
+                options = {name: output[name] for name in names if name in output}
+        finally:
+            self._model.set_attn_implementation("saccade")
+        return torch.cat(found, dim=1)
 
     @torch.inference_mode()
-    def probe(self, rows: int) -> dict[int, LayerShape]:
-        """What each attention layer keeps, from a pass over so many rows.
+    def logits(self, step: PackedStep) -> Float[Tensor, "drawn vocabulary"]:
+        """Logits of the rows that a token is drawn from."""
+        logits = self._call(step, *step.begin(), step.last_rows)
+        step.end()
+        return logits
+
+    @torch.inference_mode()
+    def probe(self, rows: int) -> dict[LayerCall, LayerShape]:
+        """What each call of an attention layer keeps, from a pass over so many rows.
 
         Raises:
             ValueError: if the model does not take them, or attends otherwise.
@@ -312,9 +420,10 @@ class PackedModel:
             raise ValueError(
                 f"model: got {self.name}, which fails with packed rows ({error}); {takes}"
             ) from error
-        if not probe.layers:
+        if not probe.layers and not probe.states.shapes:
             raise ValueError(f"model: got {self.name}, no layer of which attends so; {takes}")
         self.num_logits = logits.shape[-1]  # of each row; a padded vocabulary is larger
+        self.probed_states = probe.states.shapes
         return probe.layers
 
     def _options(self, step: Any) -> dict[str, Any]:
@@ -332,19 +441,29 @@ class PackedModel:
                 logits_to_keep=rows, **self._options(under_way),
             )  # fmt: skip
 
-        layers = self._step_layers
-        output = run(step) if layers is None else layers.call(step, run)
+        if self.state_layers is not None:
+            output = self.state_layers.call(step.states, lambda: run(step))
+        elif self._step_layers is not None:
+            output = self._step_layers.call(step, run)
+        else:
+            output = run(step)
         logits = output.logits[0]
         # Some models know no logits_to_keep, and give those of all rows.
         return logits if logits.shape[0] == rows.shape[0] else logits[rows]
 
 
-# What a config's `layer_types` may say of layers that keep keys and values and nothing else.
-KEPT_IN_PAGES = {"full_attention", "sliding_attention", "attention"}
+# What a config's `layer_types` may say of layers that keep keys and values and nothing else, of
+# those that keep nothing, and of those that keep a state where they ask transformers' cache for it.
+KEPT_IN_PAGES = {"full_attention", "sliding_attention", "attention", "moe", "mlp"}
+KEPT_AS_STATES = {"linear_attention", "conv", "mamba", "hybrid", "hybrid_sliding"}
 
 
-def _check_kind(model: Any) -> None:
-    """Refuse by name what is no causal language model, or keeps more than keys and values."""
+def _check_kind(model: Any) -> Any:
+    """Refuse by name what is no causal language model, or keeps what an engine cannot.
+
+    Returns:
+        Its layers that keep states, if there are any.
+    """
     got = f"model: got {type(model).__name__}"
     if not callable(getattr(model, "set_attn_implementation", None)):
         raise TypeError(f"{got}, takes a causal language model of transformers")
@@ -359,23 +478,26 @@ def _check_kind(model: Any) -> None:
             "a causal language model (…ForCausalLM)"
         )
     config = model.config.get_text_config()
+    states = integrations.transformers.StateLayers.of(model)
+    known = KEPT_IN_PAGES | (set() if states is None else KEPT_AS_STATES)
     for name in ("layer_types", "layers_block_type", "block_types"):
-        others = sorted({str(kind) for kind in getattr(config, name, None) or ()} - KEPT_IN_PAGES)
+        others = sorted({str(kind) for kind in getattr(config, name, None) or ()} - known)
         if others:
             raise ValueError(
                 f"{got} with layers of {', '.join(others)} ({name}), which keep or see something "
-                f"else than pages of keys and values; takes full_attention and "
-                "sliding_attention only; model.generate serves this one"
+                f"else than pages of keys and values, or states in transformers' cache; takes "
+                "layers of these alone; model.generate serves this one"
             )
+    return states
 
 
 # ---- trial ---------------------------------------------------------------------------------------
 # Whether a model gives in packed chunks what it gives alone, tried before it serves.
 #
-# Layers that keep something else than keys and values (a convolution's last rows, a state) run over
-# rows of other sequences in a packed pass, and lose at the end of a chunk what they had. Nothing
-# fails then: the tokens are others. So an engine compares, once, a few packed steps with a plain
-# pass.
+# Layers that keep something else than keys and values, and do not ask transformers' cache for it,
+# run over rows of other sequences in a packed pass, and lose at the end of a chunk what they had.
+# Nothing fails then: the tokens are others. So an engine compares, once, a few packed steps with a
+# plain pass.
 
 PROMPTS, LENGTH = 3, 12
 # Of rows: rounding alone may turn near ties between experts over in some of them.
@@ -399,8 +521,10 @@ def check_packed_passes(model: PackedModel, page_size: int, options: Mapping[str
     """Compare packed, chunked steps with a plain pass, on random tokens of the model's vocabulary.
 
     They may differ as far as rounding explains: by some times what one plain pass differs from
-    another that attends by another formula. That takes two passes over 36 tokens and four over
-    9 to 11, with pages of its own, and leaves PyTorch's random numbers where they were.
+    another that attends by another formula, and from one that goes on token by token over
+    transformers' own cache, where layers keep states. That takes two passes over 36 tokens and
+    four over 9 to 11 (with states 8 over 5, and 12 over 3), with pages of its own, and leaves
+    PyTorch's random numbers where they were.
 
     Args:
         page_size, options: of the engine, so that the same kernels run.
@@ -413,15 +537,19 @@ def check_packed_passes(model: PackedModel, page_size: int, options: Mapping[str
         prompts = _prompts(model)
         plain = model.plain_logits(prompts)
         again = model.whole_logits(prompts, AlonePass())
-        packed, first = _packed(model, prompts, page_size, options)
-    plain, again, packed = (each.flatten(0, 1).double() for each in (plain, again, packed))
-    compared = plain.isfinite().all(1) & again.isfinite().all(1)
-    compared[:first] = False  # rows of the first chunk follow no other sequence
+        packed, telling = _packed(model, prompts, page_size, options)
+        # States are worked out by a formula for many tokens at once, or for one after the other.
+        cached = model.cached_logits(prompts) if model.states else plain
+    plain, again, packed, cached = (
+        each.flatten(0, 1).double() for each in (plain, again, packed, cached)
+    )
+    compared = plain.isfinite().all(1) & again.isfinite().all(1) & telling.flatten()
     if not compared.any():
         return
     unit = (plain - plain.mean(1, keepdim=True)).norm(dim=1)
     rounding = ROUNDINGS * torch.finfo(model.dtype).eps
-    allowed = MARGIN * _typical(again - plain, unit, compared) + rounding
+    of_states = min(_typical(cached - plain, unit, compared), torch.finfo(model.dtype).eps ** 0.5)
+    allowed = MARGIN * (_typical(again - plain, unit, compared) + of_states) + rounding
     differs = _typical(packed - plain, unit, compared)
     if not differs <= allowed:
         raise ValueError(
@@ -443,13 +571,18 @@ def _prompts(model: PackedModel) -> Int[Tensor, "prompts length"]:
 
 def _packed(
     model: PackedModel, prompts: Tensor, page_size: int, options: Mapping[str, Any]
-) -> tuple[Float[Tensor, "prompts length vocabulary"], int]:
-    """The logits of every row, from steps such as the engine's; and the rows of the first step."""
+) -> tuple[Float[Tensor, "prompts length vocabulary"], Bool[Tensor, "prompts length"]]:
+    """The logits of every row, from steps such as the engine's; and which rows tell something.
+
+    Those of the first step follow no other sequence. Where layers keep states, it is rows of later
+    chunks, which go on from a state, and steps are short, so that these are most.
+    """
     length = prompts.shape[1]
-    rows = max(length - 1, 1)  # so that a chunk of one token comes, and every prompt is cut
+    # So that a chunk of one token comes, and every prompt is cut.
+    rows = max(length // 2 - 1 if model.states else length - 1, 1)
     cache = saccade.PagedCache(
         PROMPTS * (-(-length // page_size) + 1), page_size, dtype=model.dtype,
-        device=model.device, prefix_caching=False, **model.page_sizes(),
+        device=model.device, prefix_caching=False, num_states=PROMPTS, **model.page_sizes(),
     )  # fmt: skip
     scheduler = Scheduler(
         cache, max_batch_tokens=rows, max_sequences=PROMPTS, preemption="recompute"
@@ -457,16 +590,20 @@ def _packed(
     for number, prompt in enumerate(prompts.tolist()):
         scheduler.add(Request(number, prompt, Sampling(), Limits(1)))
     found: list[list[Tensor]] = [[] for _ in range(PROMPTS)]
+    telling = torch.ones(PROMPTS, length, dtype=torch.bool, device=model.device)
+    telling[0, :rows] = False
     while (plan := scheduler.plan()) is not None:
-        step = BatchStep(cache, plan, model.numbers, options)
+        step = BatchStep(cache, plan, model.numbers, options, model.states_of_layers)
         step.last_rows = torch.arange(step.input_ids.shape[1], device=model.device)
         chunks = model.logits(step).split([chunk.rows for chunk in plan.chunks])
         scheduler.commit(plan.chunks)
         for chunk, logits in zip(plan.chunks, chunks, strict=True):
             found[chunk.request.number].append(logits)
+            if model.states and chunk.start == 0:
+                telling[chunk.request.number, : chunk.stop] = False
             if chunk.draws:
                 scheduler.remove(chunk.request)
-    return torch.stack([torch.cat(each) for each in found]), rows
+    return torch.stack([torch.cat(each) for each in found]), telling
 
 
 def _typical(difference: Tensor, unit: Tensor, compared: Tensor) -> float:

@@ -87,6 +87,11 @@ class StepPlan(NamedTuple):
     ahead: bool = False
 
     @property
+    def rows(self) -> int:
+        """How many tokens are computed."""
+        return sum([chunk.rows for chunk in self.chunks])
+
+    @property
     def can_be_followed(self) -> bool:
         """Whether a step can follow before its tokens are seen: none begins others' texts."""
         return not any([chunk.draws and chunk.request.followers for chunk in self.chunks])
@@ -94,7 +99,7 @@ class StepPlan(NamedTuple):
     @property
     def decodes(self) -> bool:
         """Whether every chunk is one token that gives the next, to its own request alone."""
-        alone = len(self.chunks) == len(self.slots[0])
+        alone = len(self.chunks) == self.rows
         return alone and self.can_be_followed and all([chunk.draws for chunk in self.chunks])
 
 
@@ -104,7 +109,8 @@ class Scheduler:
     Args:
         cache: where their keys and values go.
         max_batch_tokens: rows of one step; longer prompts are cut into chunks.
-        max_sequences: requests that run at once.
+        max_sequences: requests that run at once. Where the cache keeps states of sequences, it
+            has one for each of them.
         preemption: what becomes of the pages of a preempted request: they are swapped to the host
             (or freed, where the host is full), or freed and computed again.
 
@@ -417,20 +423,21 @@ def make_capacity(
         window: sequences * most_pages(longest, window, capacity.page_size, rows)
         for window in dict.fromkeys(windows)
     }
-    num_pages = _num_pages(capacity, model, dtype, useful)
+    num_pages, num_states = _num_pages(capacity, model, dtype, useful, sequences)
     host_pages: int | dict[int | None, int] = num_pages if swaps else 0
     if capacity.host_pages is not None:
         host_pages = capacity.host_pages
     return PagedCache(
         num_pages, capacity.page_size, dtype=dtype, device=model.device, host_pages=host_pages,
-        **model.page_sizes(),
+        num_states=num_states, host_states=num_states if host_pages else 0, **model.page_sizes(),
     )  # fmt: skip
 
 
 def _num_pages(
-    capacity: Capacity, model: PackedModel, dtype: Any, useful: dict[int | None, int]
-) -> dict[int | None, int]:
-    """Pages for each group of layers, in proportion to what it can use."""
+    capacity: Capacity, model: PackedModel, dtype: Any, useful: dict[int | None, int],
+    sequences: int,
+) -> tuple[dict[int | None, int], int]:  # fmt: skip
+    """Pages for each group of layers, and states, in proportion to what they can use."""
     if capacity.num_pages is not None:
         if capacity.memory is not None:
             raise ValueError("memory: got it beside num_pages, takes one of the two")
@@ -438,7 +445,7 @@ def _num_pages(
         check_number("num_pages", pages, least=1)
         return {
             window: pages if window is None else min(pages, most) for window, most in useful.items()
-        }
+        }, sequences
     of_page = {
         window: sum(
             page_bytes(layer, dtype, capacity.page_size)
@@ -447,16 +454,20 @@ def _num_pages(
         )
         for window in useful
     }
-    all_useful = sum(useful[window] * of_page[window] for window in useful)
+    of_states = sum(state.bytes for state in model.states)
+    all_useful = sum(useful[window] * of_page[window] for window in useful) + sequences * of_states
     memory = capacity.memory
     if memory is None:
         memory = min(all_useful, _free_memory(model.device))
     else:
         check_number("memory", memory, least=0)
-        least = sum(of_page.values())
+        least = sum(of_page.values()) + of_states
         if memory < least:
-            raise ValueError(f"memory: got {memory} bytes, takes at least a page's {least}")
-    return {window: max(1, most * memory // all_useful) for window, most in useful.items()}
+            beside = " and of one sequence's states" if of_states else ""
+            raise ValueError(f"memory: got {memory} bytes, takes at least a page's{beside} {least}")
+    return {window: max(1, most * memory // all_useful) for window, most in useful.items()}, max(
+        1, sequences * memory // all_useful
+    )
 
 
 def page_bytes(layer: LayerShape, dtype: torch.dtype, page_size: int) -> int:

@@ -46,8 +46,13 @@ from saccade.integrations.transformers.attention import (  # noqa: E402
 from saccade.integrations.transformers.cache import PagedGenerationCache  # noqa: E402
 from saccade.integrations.transformers.latent import LatentLayers  # noqa: E402
 from saccade.integrations.transformers.masks import lazy_mask  # noqa: E402
+from saccade.integrations.transformers.states import (  # noqa: E402
+    SequenceStates,
+    StateLayers,
+    StateRows,
+)
 
 __all__ = [
-    "AttentionStep", "LatentLayers", "PagedGenerationCache", "attention_forward", "lazy_mask",
-    "register",
+    "AttentionStep", "LatentLayers", "PagedGenerationCache", "SequenceStates", "StateLayers",
+    "StateRows", "attention_forward", "lazy_mask", "register",
 ]  # fmt: skip

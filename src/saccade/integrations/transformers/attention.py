@@ -51,7 +51,7 @@ class AttentionStep(Protocol):
 
     def attend(
         self,
-        layer: int,
+        layer: int | None,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -64,7 +64,8 @@ class AttentionStep(Protocol):
         """Keep the new keys and values, and attend to all that each sequence has.
 
         Args:
-            layer: the attention layer's number in the model.
+            layer: the attention layer's number in the model, as the layer itself has it; one that
+                is used in several places, and called several times in a pass, may have none.
             query: [1, query_heads, tokens, head_dim], turned by its rotary embedding already.
             key, value: [1, kv_heads, tokens, dim]: of the new tokens only.
             mask: `masks.causal()`, or `masks.window(left)` in a layer with a sliding window;
@@ -82,11 +83,12 @@ class AttentionStep(Protocol):
         ...
 
 
-# What layers may hide behind, by what a config's `layer_types` calls them, and say in arguments.
 # Of a step's layer without a window.
 CAUSAL = masks.causal()
 
-TOLD_TO_STEPS = ("full_attention", "sliding_attention")
+# What layers may hide behind, by what a config's `layer_types` calls them, and say in arguments.
+# A hybrid layer has a state beside attention (`StateLayers`).
+TOLD_TO_STEPS = ("full_attention", "sliding_attention", "hybrid", "hybrid_sliding")
 
 # What a few models pass to let a layer see some keys only, or to have scores of its own among them.
 NOT_SERVED = ("indices", "block_indices", "sinks")
@@ -314,14 +316,16 @@ def _check_told(
 ) -> None:
     """Refuse a layer that hides or adds something else than a step, or a packed cache, is told."""
     types = getattr(getattr(module, "config", None), "layer_types", None)
-    kind = types[module.layer_idx] if types is not None else None
+    number = getattr(module, "layer_idx", None)
+    # A layer that a model uses in several places has no number of its own: None, or -1.
+    kind = None if types is None or number is None or number < 0 else types[number]
     if not causal:
         raise ValueError("saccade_step: got a layer that is not causal, takes causal ones")
     if dropout or position_bias is not None:
         raise ValueError("saccade_step: got dropout or a position_bias, takes a layer without them")
     if kind is not None and kind not in TOLD_TO_STEPS:
         raise ValueError(f"saccade_step: got a layer of {kind}, takes {' or '.join(TOLD_TO_STEPS)}")
-    if kind == "sliding_attention" and window is None:
+    if kind in ("sliding_attention", "hybrid_sliding") and window is None:
         raise ValueError(
             "saccade_step: got a sliding layer that names no sliding_window, takes one"
         )
