@@ -302,7 +302,9 @@ CHAPTERS = (
         "softmax", "Favor", "RandomFourierFeatures", "SmoothedRandomFourierFeatures",
         "GeneralizedRandomFeatures", "RandomProjection", "ScaledMap",
     )),
-    Chapter("Several GPUs", "saccade.parallel", ("plan", "Plan", "Cost", "Machine")),
+    Chapter("Several GPUs", "saccade.parallel", (
+        "plan", "Plan", "attention", "attention_varlen", "Cost", "Machine",
+    )),
     *(
         Chapter(
             module.removeprefix(f"{INTEGRATIONS}."),

@@ -64,12 +64,13 @@ def test_large_tiles_count_what_they_visit() -> None:
 
 def test_a_million_rows_are_planned_in_a_second() -> None:
     for mask, length in ((masks.causal(), ROWS), (masks.causal(), documents_of(ROWS, 1000))):
-        seconds = []
-        for _ in range(2):
+        for _ in range(3):  # another program may take the caches
             start = time.process_time()
             plan(mask, length, 64)
-            seconds.append(time.process_time() - start)
-        assert min(seconds) < 1
+            seconds = time.process_time() - start
+            if seconds < 1:
+                break
+        assert seconds < 1
 
 
 @pytest.mark.parametrize("ranks", [3, 64, 512])
@@ -176,6 +177,7 @@ def test_a_plan_is_shown(tmp_path: Any) -> None:
     figure = found.plot(tmp_path / "plan.png")
     tiles, work, keys = figure.axes
     shown = tiles.images[0].get_array()
+    assert shown is not None
     assert (shown[0, -1] == 1).all() and not (shown[-1, 0] == 1).all()  # white above the diagonal
     assert len(work.patches) == len(keys.patches) == 4 and (tmp_path / "plan.png").exists()
 

@@ -49,11 +49,17 @@ class RowNumbers(NamedTuple):
 
 
 def renumbered(
-    key: str, captured: Captured, query: RowNumbers, kv: RowNumbers
+    key: str,
+    captured: Captured,
+    query: RowNumbers,
+    kv: RowNumbers,
+    device: torch.device | None = None,
 ) -> tuple[str, Captured]:
     """The key and captured values by which some rows compute what the whole does.
 
     The whole has as many keys as query rows, so that all ways to align them are one.
+
+    device: of tables of numbers; where they are read beside captured tensors, theirs.
     """
     if not key:
         return key, captured
@@ -80,7 +86,7 @@ def renumbered(
         tables.append(query.batch)
     sources.append("" if query.batch is None else "table")
     found = _with_sources(key, tuple(sorted(cut)), tuple(sources))
-    device = tensors[0].device if tensors else None
+    device = tensors[0].device if tensors else device
     more = [table.to(device or table.device, torch.int32) for table in tables]
     return found.key, found.captured(
         captured._replace(tensors=tuple(tensors)), Captured(tuple(more), tuple(starts), ())

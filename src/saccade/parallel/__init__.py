@@ -4,7 +4,8 @@
 rank's rows. `torch.distributed` is all that is needed.
 """
 
+from saccade.parallel.calls import attention, attention_varlen
 from saccade.parallel.costs import Cost, Machine
 from saccade.parallel.planner import Plan, plan
 
-__all__ = ["Cost", "Machine", "Plan", "plan"]
+__all__ = ["Cost", "Machine", "Plan", "attention", "attention_varlen", "plan"]

@@ -64,10 +64,10 @@ def agree(plan: Any, facts: Mapping[str, str], fault: BaseException | None = Non
     if fault is None and number in known and not _always(plan, device):
         return
     own = torch.tensor([number], dtype=torch.int64, device=device)
-    all_numbers = torch.empty(plan.ranks, dtype=torch.int64, device=device)
+    numbers = [torch.empty_like(own) for _ in range(plan.ranks)]
     with reporting(plan, "comparing what ranks are about to do"):
-        dist.all_gather_into_tensor(all_numbers, own, group=plan.group)
-        if all_numbers.eq(number).all() and fault is None:
+        dist.all_gather(numbers, own, group=plan.group)
+        if torch.cat(numbers).eq(number).all() and fault is None:
             known.add(number)
             return
         everyone: list[Any] = [None] * plan.ranks

@@ -59,9 +59,13 @@ class Message:
 
     def __init__(self, plan: Any, rows: Tensor, counts: Counts, what: str) -> None:
         self.plan, self.what, self.rows = plan, what, rows.detach().contiguous()
+        self.work: Any = None
+        if plan.ranks == 1:
+            self.buffer = self.rows
+            return
         self.buffer = rows.new_empty(sum(counts.receive), *rows.shape[1:])
         with reporting(plan, what):
-            self.work: Any = dist.all_to_all_single(
+            self.work = dist.all_to_all_single(
                 self.buffer, self.rows, counts.receive, counts.send, plan.group, async_op=True
             )
 
@@ -85,10 +89,12 @@ class Taken(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, rows: Tensor, picks: Sequence[Tensor], deterministic: bool, back: Back
+        ctx: Any, rows: Tensor, picks: Sequence[Tensor] | None, deterministic: bool, back: Back
     ) -> Tensor:
         ctx.picks, ctx.shape, ctx.back = picks, rows.shape, back
         ctx.at_once = not deterministic or rows.device.type == "cpu"
+        if picks is None:  # all rows, as they lie
+            return rows.view_as(rows)
         return rows.index_select(0, torch.cat(list(picks)))
 
     @staticmethod
@@ -96,6 +102,8 @@ class Taken(torch.autograd.Function):
         (grad,) = grads
         if ctx.back.message is not None:
             grad, ctx.back.message = ctx.back.message.wait(), None
+        if ctx.picks is None:
+            return grad, None, None, None
         found = grad.new_zeros(ctx.shape, dtype=accumulate_dtype(grad.dtype))
         if ctx.at_once:
             found.index_add_(0, torch.cat(list(ctx.picks)), grad.to(found.dtype))
@@ -128,13 +136,17 @@ class Sending:
     """Rows of this rank on their way to others, and theirs to this one."""
 
     def __init__(
-        self, plan: Any, rows: Tensor, picks: Sequence[Tensor], receive: list[int], what: str,
-        deterministic: bool = False,
+        self, plan: Any, rows: Tensor, picks: Sequence[Tensor] | None, receive: list[int],
+        what: str, deterministic: bool = False, sizes: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """rows: [rows, ...]. picks: for each rank the places of what it gets."""
+        """rows: [rows, ...]. picks: for each rank the places of what it gets; None: rows lie in the
+        order of ranks, `sizes` of them for each."""
         self.back = Back()
-        self.counts = Counts([len(pick) for pick in picks], receive)
-        picks = [pick.to(rows.device) for pick in picks]
+        if picks is not None:
+            picks = [pick.to(rows.device) for pick in picks]
+            sizes = [len(pick) for pick in picks]
+        assert sizes is not None
+        self.counts = Counts(sizes, receive)
         self.taken: Any = Taken.apply(rows, picks, deterministic, self.back)
         self.message = Message(plan, self.taken, self.counts, what)
 

@@ -1,0 +1,359 @@
+"""Attention over ranks: each brings its rows of a sequence and gets those of the output.
+
+A call is checked, compared among ranks and then computed by the method of its plan: "gather"
+(`gather.py`), "ulysses" (`ulysses.py`) or "ring" (`ring.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+
+from saccade.modifiers.expression import Captured
+from saccade.modifiers.modifier import Extents, expanded, misfit
+from saccade.parallel import gather, ring, ulysses
+from saccade.parallel.agreement import agree, begin, described, digest_of
+from saccade.parallel.exchange import summed
+from saccade.parallel.local import LocalCall, Options
+from saccade.parallel.planner import Plan
+from saccade.runtime import arguments, backends, shards
+from saccade.runtime.arguments import unknown_options
+from saccade.runtime.spec import Inputs, KernelConfig, Variant
+from saccade.runtime.validation import cast, problem_of
+from saccade.scores import AnyScore, Score, as_score
+
+METHODS = {"gather": gather.attend, "ulysses": ulysses.attend, "ring": ring.attend}
+
+
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Plan,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Plan,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@torch.compiler.disable  # its messages are no part of a graph
+def attention(  # breaks function-length: most of it is the docstring
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Plan,
+    score: AnyScore = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    reduce_gradients: bool = True,
+    implementation: str | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`saccade.attention` of a sequence whose rows are dealt to ranks: a collective.
+
+    Every rank of the plan's group calls it with its own rows (`Plan.shard`), under the plan's mask.
+    What one process computes of all rows is what the ranks compute, forward and backward.
+
+    Args:
+        query: [batch, query_heads, rows of this rank, head_dim].
+        key: [batch, kv_heads, rows of this rank, head_dim].
+        value: [batch, kv_heads, rows of this rank, value_dim].
+        plan: of `plan`, or of `Plan.for_mask`, with the mask. Masks and scores number the rows of
+            the whole sequence, and their tensors are those of the whole call, on every rank.
+        score, scale, sinks, implementation, config: as in `saccade.attention`.
+        dropout_p: must be 0: kernels count random numbers by rows of their own call, so that ranks
+            would not drop what one process drops.
+        return_lse: also return the lse of this rank's rows.
+        deterministic: gradients are bit-equal from run to run. Forward passes always are.
+        reduce_gradients: whether gradients of what every rank has, sinks and tensors that the score
+            captured, are summed over ranks. Where False a rank's are those of its own rows, as
+            those of a model's other parameters are until data parallelism sums them.
+
+    Returns:
+        output [batch, query_heads, rows of this rank, value_dim]; with `return_lse` also the lse
+        [batch, query_heads, rows of this rank].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `saccade.attention`, on every rank; where
+            ranks differ in mask, length, dtype, method or options, naming the difference.
+        RuntimeError: where messages fail or time out, saying where each rank was last.
+
+    Source: Liu et al. 2023, "Ring attention with blockwise transformers"; Jacobs et al. 2023,
+    "DeepSpeed Ulysses"; Llama 3 (2024), section 3.3.2, for gathered keys.
+
+    Examples:
+        >>> plan = saccade.parallel.plan(
+        ...     masks.causal(), 64, 1, query_heads=4, kv_heads=2, head_dim=16
+        ... )  # under torchrun: a process group in place of 1
+        >>> query, key = torch.randn(1, 4, 64, 16), torch.randn(1, 2, 64, 16)
+        >>> local = [plan.shard(each, dim=2) for each in (query, key, key)]
+        >>> output = saccade.parallel.attention(*local, plan=plan)
+        >>> torch.testing.assert_close(
+        ...     plan.unshard([output], dim=2), saccade.attention(query, key, key, causal=True)
+        ... )
+    """
+    options = Options(scale, deterministic, implementation, config)
+    flags = _Flags(return_lse, reduce_gradients, dropout_p, False)
+    return _called("attention", plan, (query, key, value), sinks, score, options, flags, unknown)
+
+
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Plan,
+    return_lse: Literal[False] = ...,
+    **options: Any,
+) -> Tensor: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Plan,
+    return_lse: Literal[True],
+    **options: Any,
+) -> tuple[Tensor, Tensor]: ...
+@torch.compiler.disable
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    plan: Plan,
+    score: AnyScore = None,
+    scale: float | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    reduce_gradients: bool = True,
+    implementation: str | None = None,
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
+    **unknown: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`saccade.attention_varlen` of sequences whose rows are dealt to ranks: a collective.
+
+    Args:
+        query: [rows of this rank, query_heads, head_dim].
+        key: [rows of this rank, kv_heads, head_dim].
+        value: [rows of this rank, kv_heads, value_dim].
+        plan: made from the offsets of the sequences.
+        score, scale, sinks, dropout_p, return_lse, deterministic, reduce_gradients, implementation,
+        config: as in `attention`; masks and scores number rows within each sequence.
+
+    Returns:
+        output [rows of this rank, query_heads, value_dim]; with `return_lse` also the lse
+        [query_heads, rows of this rank].
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `attention`.
+
+    Examples:
+        >>> offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> plan = saccade.parallel.plan(
+        ...     None, offsets, 1, causal=True, query_heads=4, kv_heads=2, head_dim=16
+        ... )
+        >>> query, key = torch.randn(12, 4, 16), torch.randn(12, 2, 16)
+        >>> local = [plan.shard(each, dim=0) for each in (query, key, key)]
+        >>> saccade.parallel.attention_varlen(*local, plan=plan).shape
+        torch.Size([12, 4, 16])
+    """
+    options = Options(scale, deterministic, implementation, config)
+    flags = _Flags(return_lse, reduce_gradients, dropout_p, True)
+    rows = (query, key, value)
+    return _called("attention_varlen", plan, rows, sinks, score, options, flags, unknown)
+
+
+class _Flags(NamedTuple):
+    return_lse: bool
+    reduce_gradients: bool
+    dropout_p: float
+    packed: bool
+
+
+def _called(
+    name: str, plan: Plan, rows: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None,
+    score: AnyScore, options: Options, flags: _Flags, unknown: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """Check a call, compare it among ranks, and compute it."""
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: got {type(plan).__name__}, takes a saccade.parallel.Plan")
+    if plan.ranks > 1 and plan.group is None:
+        raise ValueError(
+            f"plan: got one of {plan.ranks} simulated ranks, takes one of a process group"
+        )
+    fault, call, facts = None, None, {}
+    try:
+        if unknown:
+            raise _unknown(unknown)
+        call, facts = _checked(plan, rows, sinks, score, options, flags)
+    except (TypeError, ValueError, NotImplementedError) as error:
+        fault = error  # others learn of it before they wait for this rank
+    if plan.ranks > 1:
+        begin(plan, name)
+        agree(plan, {"call": name, **facts}, fault)
+    if fault is not None:
+        raise fault
+    assert call is not None
+    output, lse = METHODS[plan.method](call)
+    if flags.packed:
+        output, lse = output.squeeze(0).transpose(0, 1), lse if lse is None else lse.squeeze(0)
+    return (output, lse) if flags.return_lse else output
+
+
+def _unknown(unknown: Mapping[str, Any]) -> TypeError:
+    for name in ("mask", "causal", "cu_seqlens_q", "cu_seqlens_k"):
+        if name in unknown:
+            advice = "plan.for_mask(mask)" if name in ("mask", "causal") else "plan(mask, offsets)"
+            return TypeError(f"{name}: got one beside a plan, which has its own; use {advice}")
+    return unknown_options(unknown)
+
+
+def _checked(
+    plan: Plan, rows: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None, score: AnyScore,
+    options: Options, flags: _Flags,
+) -> tuple[LocalCall, dict[str, str]]:  # fmt: skip
+    """The call of this rank, and what must be equal on all."""
+    if shards.any_sharded(*rows):
+        raise NotImplementedError("query: got a DTensor, takes this rank's rows: query.to_local()")
+    shapes = arguments.PACKED_SHAPES if flags.packed else arguments.DENSE_SHAPES
+    query, key, value = cast(*rows)
+    arguments.check_tensors(query, key, value, shapes)
+    for name in ("return_lse", "reduce_gradients"):
+        arguments.check_flag(name, getattr(flags, name))
+    arguments.check_flag("deterministic", options.deterministic)
+    if arguments.check_dropout(flags.dropout_p):
+        raise NotImplementedError(
+            f"dropout_p: got {flags.dropout_p}, takes 0 over ranks: they would not drop what one "
+            "process drops"
+        )
+    arguments.check_sinks(sinks, query)
+    options = options._replace(scale=arguments.resolve_scale(options.scale, query.shape[-1]))
+    if flags.packed != (plan.cu_seqlens is not None):
+        takes = "offsets of sequences" if flags.packed else "a length"
+        raise ValueError(f"plan: got one of {'a length' if flags.packed else 'offsets'}, takes "
+                         f"one of {takes}")  # fmt: skip
+    if flags.packed:
+        query, key, value = (each.transpose(0, 1).unsqueeze(0) for each in (query, key, value))
+    _check_sizes(plan, query, key, value)
+    found = as_score(score)
+    _check_score(plan, found)
+    _check_implementation(query, key, value, sinks, options)
+    if plan.method == "ring" and options.implementation == "reference":
+        raise NotImplementedError(
+            'implementation: got "reference" with the method "ring", takes one whose backward pass '
+            'takes the output of all steps; method="gather" takes the reference'
+        )
+    tables = [each for each in found.captured.tensors if each.is_floating_point()]
+    facts = _facts(plan, query, value, found, sinks, options, flags) | {
+        "gradients of": _gradients_of([query, key, value], sinks, tables)
+    }
+    if flags.reduce_gradients:
+        sinks = None if sinks is None else summed(plan, sinks)
+        tensors = tuple(
+            summed(plan, each) if each.is_floating_point() else each
+            for each in found.captured.tensors
+        )
+        found = Score(found.key, found.captured._replace(tensors=tensors))
+    return LocalCall(plan, query, key, value, sinks, found, options, flags.return_lse), facts
+
+
+def _check_sizes(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
+    """Refuse rows that are not those of the plan."""
+    sizes, rows = plan.sizes, len(plan.rows)
+    wanted = {
+        "query": (query, (sizes.batch, sizes.query_heads, rows, sizes.head_dim)),
+        "key": (key, (sizes.batch, sizes.kv_heads, rows, sizes.head_dim)),
+        "value": (value, (sizes.batch, sizes.kv_heads, rows, sizes.value_dim)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name}: got {tuple(tensor.shape)} (batch, heads, rows, channels) on rank "
+                f"{plan.rank}, takes the plan's {shape}"
+            )
+
+
+def _check_score(plan: Plan, score: Score) -> None:
+    """Refuse a score whose captured tensors do not fit the call of all ranks."""
+    offsets, sizes = plan.cu_seqlens, plan.sizes
+    longest = (
+        plan.length if offsets is None else int(offsets.diff().max()) if len(offsets) > 1 else 0
+    )
+    batch = sizes.batch if offsets is None else len(offsets) - 1
+    extents = Extents(batch, sizes.query_heads, longest, longest, packed=offsets is not None)
+    complaint = misfit(score.key, expanded(score.key, score.captured), extents)
+    if complaint is not None:
+        raise ValueError(f"score: {complaint}")
+
+
+def _check_implementation(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, options: Options
+) -> None:
+    """Refuse what no implementation, or not the named one, computes of this rank's rows alone."""
+    arguments.resolve_config(options.config, query.device)
+    assert options.scale is not None
+    nothing = Variant("", "", Captured(), Captured(), options.scale, 0.0)
+    inputs = Inputs(query, key, value, sinks)
+    backends.choose_all(problem_of(inputs, nothing, None), options.implementation)
+
+
+def _gradients_of(rows: list[Tensor], sinks: Tensor | None, tables: list[Tensor]) -> str:
+    if not torch.is_grad_enabled():
+        return "nothing"
+    names = ["query", "key", "value", "sinks", *(f"score {i}" for i in range(len(tables)))]
+    tensors = [*rows, sinks, *tables]
+    wanted = [n for n, t in zip(names, tensors, strict=True) if t is not None and t.requires_grad]
+    return ", ".join(wanted) or "nothing"
+
+
+def _facts(
+    plan: Plan, query: Tensor, value: Tensor, score: Score, sinks: Tensor | None,
+    options: Options, flags: _Flags,
+) -> dict[str, str]:  # fmt: skip
+    """What must be equal on all ranks, in words."""
+    known = plan.memory.get("facts")
+    if known is None:
+        dealt = digest_of(torch.cat([plan.dealt.edges, plan.dealt.owners]))
+        offsets = "" if plan.cu_seqlens is None else f" in sequences {digest_of(plan.cu_seqlens)}"
+        known = plan.memory["facts"] = {
+            "mask": described(plan.mask.key, plan.mask.captured, contents=True),
+            "length": f"{plan.length}{offsets}",
+            "method": plan.method,
+            "sizes": str(tuple(plan.sizes[:5])),
+            "rows dealt": dealt,
+        }
+    return known | {
+        "dtype": str(query.dtype),
+        "device": query.device.type,
+        "score": described(score.key, score.captured, contents=False),
+        "scale": str(options.scale),
+        "sinks": "none" if sinks is None else str(sinks.dtype),
+        "options": f"deterministic={options.deterministic}, return_lse={flags.return_lse}, "
+        f"reduce_gradients={flags.reduce_gradients}",
+        "implementation": str(options.implementation),
+    }
+
+
+__all__ = ["attention", "attention_varlen"]

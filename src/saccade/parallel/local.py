@@ -1,0 +1,123 @@
+"""Local calls: this rank's part of a call over ranks, and what its mask and score see there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.masks import NOTHING_HIDDEN, Mask
+from saccade.modifiers.modifier import ShardRange, restricted
+from saccade.modifiers.renumber import RowNumbers, renumbered
+from saccade.ops.attention.api import attention
+from saccade.parallel.planner import Plan
+from saccade.runtime.spec import KernelConfig
+from saccade.scores import NOTHING_CHANGED, Score
+
+
+class Options(NamedTuple):
+    """Options that a part of a call has as well."""
+
+    scale: float | None
+    deterministic: bool
+    implementation: str | None
+    config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
+
+
+class LocalCall(NamedTuple):
+    """What one rank brings to a call over ranks, checked.
+
+    Attributes:
+        query, key, value: [batch, heads, rows of this rank, dim].
+        sinks: [query_heads]; None: none.
+        score: in the numbers of the whole call, its tensors those of the whole call.
+        return_lse: whether the lse is asked for.
+    """
+
+    plan: Plan
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    sinks: Tensor | None
+    score: Score
+    options: Options
+    return_lse: bool
+
+    @property
+    def tables(self) -> list[Tensor]:
+        """The captured tensors of the score that may have gradients."""
+        return [each for each in self.score.captured.tensors if each.is_floating_point()]
+
+    def mask_of(self, kv_rows: Tensor, name: Any) -> Mask:
+        """The mask as this rank's rows see it against some keys of the whole.
+
+        name: what these keys are called, to be known again in the next call.
+        """
+        device = self.query.device
+        known = self.plan.memory.get(("mask", name, device))
+        if known is None:
+            mask = self.plan.whole_call.mask
+            rows = RowNumbers(self.plan.rows), RowNumbers(kv_rows)
+            known = Mask(*renumbered(mask.key, mask.captured, *rows)).to(device)
+            self.plan.memory["mask", name, device] = known
+        return known
+
+    def score_of(self, kv_rows: Tensor) -> Score:
+        """The score as this rank's rows see it against some keys of the whole."""
+        if not self.score.key:
+            return self.score
+        rows = self.plan.numbers(self.plan.rows), self.plan.numbers(kv_rows)
+        found = renumbered(self.score.key, self.score.captured, *rows, device=self.query.device)
+        return Score(*found)
+
+    def of_heads(self, mask: Mask, score: Score, heads: ShardRange) -> tuple[Mask, Score]:
+        """A mask and a score for some heads."""
+        batch = (
+            self.plan.sizes.batch if self.plan.cu_seqlens is None else len(self.plan.cu_seqlens) - 1
+        )
+        every = ShardRange(0, batch, batch)
+        return (
+            Mask(*restricted(mask.key, mask.captured, every, heads)),
+            Score(*restricted(score.key, score.captured, every, heads)),
+        )
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, score: Score,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Output and lse of some rows against some keys by the public call.
+
+        Where there are none of either, a mask and a score have nothing to say, and the score's
+        tensors take part all the same: ranks that sum their gradients wait for this one.
+        """
+        nothing = not query.shape[2] or not key.shape[2]
+        output, lse = attention(
+            query, key, value, sinks=sinks, return_lse=True,
+            mask=NOTHING_HIDDEN if nothing else mask,
+            score=NOTHING_CHANGED if nothing else score, **self.options._asdict(),
+        )  # fmt: skip
+        for table in self.tables if nothing else ():
+            output = output + table.flatten()[:0].sum().to(output.dtype)
+        return output, lse
+
+
+def heads_of(first: int, count: int, of: int) -> ShardRange:
+    """Some of all query heads."""
+    return ShardRange(first, count, of)
+
+
+def rows_first(rows: Tensor) -> Tensor:
+    """[rows, batch, heads, dim] of [batch, heads, rows, dim]."""
+    return rows.permute(2, 0, 1, 3)
+
+
+def heads_first(rows: Tensor) -> Tensor:
+    """[batch, heads, rows, dim] of [rows, batch, heads, dim]."""
+    return rows.permute(1, 2, 0, 3)
+
+
+def joined(key: Tensor, value: Tensor) -> Tensor:
+    """Keys and values in one tensor, channels beside channels: one message brings both."""
+    return torch.cat([key, value], -1)

@@ -1,0 +1,236 @@
+"""Ring: keys and values come from one rank after another, and partial results are merged.
+
+While a rank computes with what it has, the keys of the next step are on their way. A rank sends
+another the rows that it needs, straight, so that after a window's few steps nothing more is sent.
+Partial outputs are merged by their lse in 32 bits. The backward pass takes the merged output and
+lse, as FlashAttention's does for its tiles, so each step's gradients are parts of the exact ones;
+keys come once more, and their gradients go back in 32 bits and are added in the order of steps.
+
+Source: Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite context".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.masks import Mask
+from saccade.ops.attention.merge import merge_states
+from saccade.parallel.exchange import Counts, Message
+from saccade.parallel.local import LocalCall, heads_first, joined, rows_first
+from saccade.runtime import backends
+from saccade.runtime.spec import (
+    Gradients,
+    Inputs,
+    KernelConfig,
+    Variant,
+    accumulate_dtype,
+    empty_output,
+)
+from saccade.runtime.validation import prepare
+from saccade.scores import Score
+
+DEFAULT_CONFIG = KernelConfig()
+
+
+class Step(NamedTuple):
+    """One step of a rank: whose keys it computes with, and what it sends for the same step.
+
+    Attributes:
+        source: the rank whose keys these are.
+        target: the rank that computes with this one's keys.
+        receive: how many rows come from the source.
+        send: the places of the rows that go to the target.
+        mask, score: as this rank's rows see them against the source's.
+        first_table, num_tables: where the score's tensors are among all steps' tensors.
+    """
+
+    source: int
+    target: int
+    receive: int
+    send: Tensor
+    mask: Mask
+    score: Score
+    tables: slice
+
+
+def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
+    """Output and lse of this rank's rows."""
+    steps, tables = _steps(call)
+    found: Any = _Ring.apply(call, steps, call.query, call.key, call.value, call.sinks, *tables)
+    return found
+
+
+def _steps(call: LocalCall) -> tuple[list[Step], list[Tensor]]:
+    """All steps of this rank, and the captured tensors of their scores."""
+    plan, device = call.plan, call.query.device
+    found: list[Step] = []
+    tables: list[Tensor] = []
+    for number in range(plan.ranks):
+        source, target = (plan.rank - number) % plan.ranks, (plan.rank + number) % plan.ranks
+        kv_rows = plan.needed_rows(plan.rank, source) if number else plan.rows
+        send = torch.searchsorted(plan.rows, plan.needed_rows(target, plan.rank)).to(device)
+        score = call.score_of(kv_rows)
+        there = slice(len(tables), len(tables) + len(score.captured.tensors))
+        tables += score.captured.tensors
+        mask = call.mask_of(kv_rows, ("ring", number))
+        found.append(Step(source, target, len(kv_rows), send, mask, score, there))
+    return found, tables
+
+
+class _Part(NamedTuple):
+    """A step's call, checked: what its backend takes."""
+
+    inputs: Inputs
+    variant: Variant
+    config: KernelConfig
+    forward_by: str
+    backward_by: str
+
+
+def _part(
+    call: LocalCall, step: Step, query: Tensor, rows: Tensor, sinks: Tensor | None,
+    tables: Sequence[Tensor],
+) -> _Part:  # fmt: skip
+    """A step's call on keys and values [rows, batch, heads, dim], beside each other."""
+    head_dim, options = call.plan.sizes.head_dim, call.options
+    rows = heads_first(rows)
+    captured = step.score.captured._replace(tensors=tuple(tables[step.tables]))
+    inputs, variant, problem, config = prepare(
+        query, rows[..., :head_dim], rows[..., head_dim:], None, None, None, None, mask=step.mask,
+        score=Score(step.score.key, captured), scale=options.scale, sinks=sinks, dropout_p=0.0,
+        return_lse=True, deterministic=options.deterministic, config=options.config,
+    )  # fmt: skip
+    forward_by, backward_by, _ = backends.choose_all(problem, options.implementation)
+    return _Part(inputs, variant, config or DEFAULT_CONFIG, forward_by, backward_by)
+
+
+def _arrivals(call: LocalCall, steps: list[Step], own: Tensor) -> Iterator[tuple[Step, Tensor]]:
+    """Each step with the rows that came for it; those of the next are asked for before."""
+    message: Message | None = None
+    for number, step in enumerate(steps):
+        rows = own if message is None else message.wait()
+        message = None
+        if number + 1 < len(steps):
+            after = steps[number + 1]
+            message = Message(
+                call.plan, own.index_select(0, after.send),
+                _counts(call, after.target, len(after.send), after.source, after.receive),
+                f"keys of step {number + 1}",
+            )  # fmt: skip
+        yield step, rows
+
+
+def _counts(call: LocalCall, target: int, send: int, source: int, receive: int) -> Counts:
+    """One rank sends to one and receives from one."""
+    found = Counts([0] * call.plan.ranks, [0] * call.plan.ranks)
+    found.send[target], found.receive[source] = send, receive
+    return found
+
+
+class _Ring(torch.autograd.Function):
+    """The call of all steps, with gradients of everything."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: LocalCall, steps: list[Step], query: Tensor, key: Tensor, value: Tensor,
+        sinks: Tensor | None, *tables: Tensor,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        wide = accumulate_dtype(query.dtype)
+        output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=wide)
+        lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+        own = rows_first(joined(key, value))
+        for step, rows in _arrivals(call, steps, own):
+            if not query.shape[2] or not step.receive:
+                continue
+            first = step is steps[0]
+            part = _part(call, step, query, rows, sinks if first else None, tables)
+            module = backends.module_of("attention", part.forward_by)
+            found = module.forward(part.inputs, part.variant, part.config)
+            if first:
+                output, lse = found[0].to(wide), found[1]
+            else:
+                output, lse = merge_states([output, found[0].to(wide)], [lse, found[1]])
+        rounded = empty_output(query, query.shape[1], value.shape[-1], packed=False).copy_(output)
+        ctx.call, ctx.steps = call, steps
+        ctx.save_for_backward(query, key, value, rounded, lse, sinks, *tables)
+        return rounded, lse
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        call, steps = ctx.call, ctx.steps
+        query, key, value, output, lse, sinks, *tables = ctx.saved_tensors
+        wide = accumulate_dtype(query.dtype)
+        own = rows_first(joined(key, value))
+        found = _Sums(
+            torch.zeros_like(query, dtype=wide), torch.zeros_like(own, dtype=wide),
+            [None] * len(tables),
+        )  # fmt: skip
+        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
+        leaving: tuple[Step, Message] | None = None
+        for step, rows in _arrivals(call, steps, own):
+            grad_rows = torch.zeros_like(rows, dtype=wide)
+            if query.shape[2] and step.receive:
+                first = step is steps[0]
+                part = _part(call, step, query, rows, sinks if first else None, tables)
+                gradients = _gradients(call, step, part, (output, lse), grads, tables)
+                grad_rows = rows_first(joined(gradients.key, gradients.value)).to(wide)
+                found.query.add_(gradients.query)
+                if first:
+                    grad_sinks = gradients.sinks
+                for position, gradient in gradients.tables.items():
+                    found.tables[step.tables.start + position] = gradient
+            if step is steps[0]:
+                found.rows.add_(grad_rows)
+                continue
+            found.add(leaving)
+            counts = _counts(call, step.source, step.receive, step.target, len(step.send))
+            what = f"gradients of step {steps.index(step)}"
+            leaving = step, Message(call.plan, grad_rows, counts, what)
+        found.add(leaving)
+        grad_kv = heads_first(found.rows)
+        head_dim = key.shape[-1]
+        of_tables = [
+            torch.zeros_like(table) if gradient is None and wanted else gradient
+            for table, gradient, wanted in zip(
+                tables, found.tables, ctx.needs_input_grad[6:], strict=True
+            )
+        ]
+        return (
+            None, None, found.query.to(query.dtype), grad_kv[..., :head_dim].to(key.dtype),
+            grad_kv[..., head_dim:].to(value.dtype), grad_sinks, *of_tables,
+        )  # fmt: skip
+
+
+class _Sums(NamedTuple):
+    """Gradients that add up over steps, in 32 bits."""
+
+    query: Tensor
+    rows: Tensor  # keys and values of this rank
+    tables: list[Tensor | None]
+
+    def add(self, message: tuple[Step, Message] | None) -> None:
+        """Add the gradients of this rank's rows that another rank has sent."""
+        if message is not None:
+            step, gradients = message
+            self.rows[step.send] += gradients.wait()  # a step has no row twice
+
+
+def _gradients(
+    call: LocalCall, step: Step, part: _Part, results: tuple[Tensor, Tensor],
+    grads: Sequence[Tensor], tables: Sequence[Tensor],
+) -> Gradients:  # fmt: skip
+    """A step's part of all gradients, by the output and lse of all steps."""
+    wanted = [
+        position
+        for position, table in enumerate(tables[step.tables])
+        if table.is_floating_point() and table.requires_grad
+    ]
+    module = backends.module_of("attention", part.backward_by, "backward")
+    return module.backward(
+        part.inputs, part.variant, part.config, *results, grads[0], grads[1], wanted,
+        call.options.deterministic,
+    )  # fmt: skip

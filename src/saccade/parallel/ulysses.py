@@ -1,0 +1,108 @@
+"""Ulysses: each rank gets all rows of some heads, attends, and gives the outputs back.
+
+Kernels see the whole sequence in its order, so a mask runs as fast as on one GPU. Where there are
+fewer kv heads than ranks, several ranks get one of them, and its gradients are added in 32 bits.
+
+Source: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from saccade.masks import Mask
+from saccade.ops.attention.api import attention_varlen
+from saccade.parallel.costs import ulysses_unsupported
+from saccade.parallel.exchange import Back, Sending, Taken
+from saccade.parallel.local import LocalCall, heads_first, heads_of, joined
+from saccade.scores import Score
+
+
+def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
+    """Output of this rank's rows, and their lse where it is asked for."""
+    plan, sizes = call.plan, call.plan.sizes
+    counts = [len(plan.rows_of(rank)) for rank in range(plan.ranks)]
+    heads, rows = sizes.query_heads // plan.ranks, len(plan.rows)
+    places, order = (each.to(call.query.device) for each in (plan.places, plan.order))
+    assert not ulysses_unsupported(plan.ranks, sizes.query_heads, sizes.kv_heads)
+    payload = torch.cat([_by_rank(call.query, plan.ranks), _keys_by_rank(call)], -1).flatten(0, 1)
+    arrived = _exchanged(call, payload, [rows] * plan.ranks, counts, "rows of heads")
+    arrived = arrived.index_select(0, places)
+    queries = sizes.batch * heads * sizes.head_dim
+    query = arrived[:, :queries].reshape(-1, sizes.batch, heads, sizes.head_dim)
+    width = sizes.head_dim + sizes.value_dim
+    keys = arrived[:, queries:]
+    keys = keys.reshape(len(keys), sizes.batch, keys.shape[1] // (sizes.batch * width or 1), width)
+    output, lse = _attend_heads(
+        call, query, keys[..., : sizes.head_dim], keys[..., sizes.head_dim :]
+    )
+
+    def back(given: Tensor, what: str) -> Tensor:
+        """This rank's rows of all heads, of [rows, batch, heads, dim] of some."""
+        sent = given.index_select(0, order).flatten(1)
+        found = _exchanged(call, sent, counts, [rows] * plan.ranks, what)
+        found = found.view(plan.ranks, rows, sizes.batch, heads, given.shape[-1])
+        return found.permute(2, 0, 3, 1, 4).flatten(1, 2)
+
+    whole = back(output, "outputs")
+    return whole, back(lse, "lse").squeeze(-1) if call.return_lse else None
+
+
+def _exchanged(
+    call: LocalCall, rows: Tensor, send: list[int], receive: list[int], what: str
+) -> Tensor:
+    """What comes from all ranks for rows that lie in their order."""
+    return Sending(call.plan, rows, None, receive, what, sizes=send).wait()
+
+
+def _by_rank(rows: Tensor, ranks: int) -> Tensor:
+    """[ranks, rows, batch · heads · dim] of [batch, heads, rows, dim]."""
+    return rows.unflatten(1, (ranks, -1)).permute(1, 3, 0, 2, 4).flatten(2)
+
+
+def _keys_by_rank(call: LocalCall) -> Tensor:
+    """Keys and values of the heads that each rank's query heads share."""
+    plan, (_, query_heads, kv_heads, *_) = call.plan, call.plan.sizes
+    keys = joined(call.key, call.value)
+    if kv_heads % plan.ranks == 0:
+        return _by_rank(keys, plan.ranks)
+    heads = query_heads // plan.ranks
+    group = query_heads // kv_heads
+    picks = [
+        torch.tensor([rank * heads // group], device=keys.device) for rank in range(plan.ranks)
+    ]
+    taken = Taken.apply(keys.transpose(0, 1), picks, call.options.deterministic, Back())
+    return _by_rank(taken.transpose(0, 1), plan.ranks)  # type: ignore[union-attr]
+
+
+def _attend_heads(
+    call: LocalCall, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor]:
+    """[rows, batch, heads, value_dim] and [rows, batch, heads, 1] of this rank's heads."""
+    plan, heads = call.plan, query.shape[2]
+    first = plan.rank * heads
+    mask = plan.mask.to(query.device)
+    mask, score = call.of_heads(mask, call.score, heads_of(first, heads, plan.sizes.query_heads))
+    sinks = None if call.sinks is None else call.sinks.narrow(0, first, heads)
+    if plan.cu_seqlens is None:
+        rows = [heads_first(each) for each in (query, key, value)]
+        output, lse = call.attend(rows[0], rows[1], rows[2], mask, score, sinks)
+        return output.permute(2, 0, 1, 3), lse.permute(2, 0, 1).unsqueeze(-1)
+    output, lse = _packed(
+        call, [each.squeeze(1) for each in (query, key, value)], mask, score, sinks
+    )
+    return output.unsqueeze(1), lse.transpose(0, 1)[:, None, :, None]
+
+
+def _packed(
+    call: LocalCall, rows: list[Tensor], mask: Mask, score: Score, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    offsets = call.plan.cu_seqlens
+    assert offsets is not None
+    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
+    return attention_varlen(
+        rows[0], rows[1], rows[2], offsets.to(rows[0].device), max_seqlen_q=longest,
+        max_seqlen_k=longest, mask=mask, score=score, sinks=sinks, return_lse=True,
+        **call.options._asdict(),
+    )  # fmt: skip

@@ -1,0 +1,367 @@
+"""Cases of calls over ranks, run by a few processes beside each other.
+
+    python tests/parallel_cases.py FOLDER WORLD [WORLD ...]
+
+Each case compares a call over ranks, and its gradients, with the float64 oracle of the whole call.
+For each number of ranks so many processes are forked, as imports take longer than cases; each rank
+writes what went wrong, "" where nothing did, to a file.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import multiprocessing
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from saccade import masks, parallel, scores
+from saccade.testing import make_case, oracle, tolerances
+from saccade.testing.cases import MASKS, Case
+from saccade.testing.oracle import assert_within
+
+METHODS = ("gather", "ulysses", "ring")
+DENSE, PACKED = ((37, 37),), ((9, 9), (0, 0), (21, 21), (1, 1))
+CASES: dict[str, Callable[[Any], None]] = {}
+
+
+def case(name: str, *parameters: Any) -> Callable[..., Any]:
+    def keep(check: Callable[..., None]) -> Callable[..., None]:
+        CASES[name] = lambda group: check(group, *parameters)
+        return check
+
+    return keep
+
+
+@functools.cache
+def known(**description: Any) -> Case:
+    return make_case(**description)
+
+
+@functools.cache
+def exact_and_allowed(**description: Any) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    exact = oracle(known(**description))
+    return exact, tolerances(known(**description), exact)
+
+
+def check(world: Any, found: dict[str, Tensor], what: str, **description: Any) -> None:
+    """Compare with the oracle, on the one rank whose turn it is for these numbers."""
+    if len(str(sorted(description.items()))) % dist.get_world_size(world) == dist.get_rank(world):
+        exact, allowed = exact_and_allowed(**description)
+        exact = {name: exact[name] for name in found}
+        assert_within(found, exact, allowed, f"{what} {description}")
+
+
+PLANS: dict[Any, parallel.Plan] = {}
+
+
+def planned(made: Case, group: Any, method: str) -> parallel.Plan:
+    """A plan of a case by a method; rows are dealt alike for all."""
+    d = made.description
+    if d not in PLANS:
+        PLANS[d] = new_plan(made, group, "auto")
+    return replace(PLANS[d], method=method, memory={})
+
+
+def new_plan(made: Case, group: Any, method: str) -> parallel.Plan:
+    d = made.description
+    offsets = None if made.cu_seqlens is None else made.cu_seqlens[0]
+    return parallel.plan(
+        made.mask, d.lengths[0][0] if offsets is None else offsets, group, method=method,
+        batch=d.batch if offsets is None else 1, query_heads=d.query_heads, kv_heads=d.kv_heads,
+        head_dim=d.head_dim, value_dim=d.value_dim,
+    )  # fmt: skip
+
+
+def results(made: Case, plan: parallel.Plan, **options: Any) -> dict[str, Tensor]:
+    """Output, lse and gradients of the whole, from every rank's part of them."""
+    packed = made.cu_seqlens is not None
+    dim, of_lse = (0, 1) if packed else (2, 2)
+    leaves = {
+        name: (plan.shard(tensor, dim) if name in ("query", "key", "value") else tensor).clone()
+        for name, tensor in made.tensors.items()
+    }
+    for leaf in leaves.values():
+        leaf.requires_grad_()
+    call: Any = parallel.attention_varlen if packed else parallel.attention
+    output, lse = call(
+        leaves["query"], leaves["key"], leaves["value"], plan=plan, return_lse=True,
+        score=made.score(leaves.get("bias")), scale=made.description.scale,
+        sinks=leaves.get("sinks"), **options,
+    )  # fmt: skip
+    weights = plan.shard(made.grads["output"], dim), plan.shard(made.grads["lse"], of_lse)
+    weights = [weight.to(of.dtype) for weight, of in zip(weights, (output, lse), strict=True)]
+    grads = torch.autograd.grad([output, lse], list(leaves.values()), weights)
+    found = {"output": output.detach(), "lse": lse.detach()}
+    for (name, leaf), grad in zip(leaves.items(), grads, strict=True):
+        assert grad.shape == leaf.shape and grad.dtype == leaf.dtype, name
+        found[f"grad_{name}"] = grad
+    rows = [name for name in found if name not in ("grad_sinks", "grad_bias")]
+    together = [found[name].movedim(of_lse if name == "lse" else dim, 0) for name in rows]
+    whole = plan.unshard(torch.cat([each.double().flatten(1) for each in together], 1), 0)
+    parts = whole.split([each[:0].flatten(1).shape[1] for each in together], 1)
+    for name, each, part in zip(rows, together, parts, strict=True):
+        shaped = part.reshape(plan.length, *each.shape[1:])
+        found[name] = shaped.movedim(0, of_lse if name == "lse" else dim)
+    return found
+
+
+def compare(world: Any, method: str, **description: Any) -> None:
+    made = known(**description)
+    check(world, results(made, planned(made, world, method)), method, **description)
+
+
+def refused(error: type[Exception], texts: list[str], call: Callable[[], Any]) -> None:
+    try:
+        call()
+    except error as found:
+        assert all(text in str(found) for text in texts), str(found)
+    else:
+        raise AssertionError(f"nothing was refused: {texts}")
+
+
+# ---- every mask by every method, and beside it one score, sinks or none, one layout --------------
+
+VARIED = ("none", "alibi", "bias", "own", "head_bias", "bias >> softcap", "key_bias")
+for _number, _mask in enumerate(MASKS):
+    for _packed in (False, True):
+        _turn = METHODS[(_number + _packed) % 3]  # of two ranks, who take one method each time
+        _description = {
+            "mask": _mask, "lengths": PACKED if _packed else DENSE, "packed": _packed,
+            "score": VARIED[(_number + 3 * _packed) % len(VARIED)], "sinks": bool(_number % 2),
+            "value_dim": 8 if _number % 3 == 0 else 16,
+        }  # fmt: skip
+        for _method in METHODS:
+
+            @case(
+                f"{_mask} {'packed' if _packed else 'dense'} {_method}",
+                _method,
+                _turn,
+                _description,
+            )
+            def _masked(group: Any, method: str, turn: str, description: dict[str, Any]) -> None:
+                if dist.get_world_size(group) > 2 or method == turn:
+                    compare(group, method, **description)
+
+
+@case("short sequences leave ranks without rows")
+def _empty(group: Any) -> None:
+    for method in METHODS:
+        for rows in (0, 1, 3):
+            for score in ("none", "bias"):
+                compare(
+                    group, method, mask="causal", lengths=((rows, rows),), score=score, sinks=True,
+                )  # fmt: skip
+        lengths = ((0, 0), (2, 2))
+        compare(group, method, mask="causal", lengths=lengths, packed=True, score="alibi")
+
+
+@case("other dtypes, hidden NaN, one kv head, many kv heads")
+def _others(group: Any) -> None:
+    for method in METHODS:
+        for dtype in (torch.bfloat16, torch.float64):
+            compare(group, method, mask="causal", lengths=((64, 64),), dtype=dtype, sinks=True)
+        compare(group, method, mask="window", lengths=DENSE, poison_hidden=True)
+        compare(group, method, mask="documents", lengths=DENSE, kv_heads=1, group=4)
+        compare(group, method, mask="causal", lengths=DENSE, kv_heads=4, group=1, batch=1)
+
+
+@case("gradients are the same bits each time")
+def _deterministic(group: Any) -> None:
+    made = known(mask="mixed", lengths=DENSE, score="bias", sinks=True)
+    for method in METHODS:
+        plan = planned(made, group, method)
+        first, again = (results(made, plan, deterministic=True) for _ in range(2))
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@case("gradients of what every rank has are its own where they are not summed")
+def _own_gradients(group: Any) -> None:
+    description: dict[str, Any] = {
+        "mask": "causal",
+        "lengths": DENSE,
+        "score": "bias",
+        "sinks": True,
+    }
+    made = known(**description)
+    for method in METHODS:
+        found = results(made, planned(made, group, method), reduce_gradients=False)
+        for name in ("grad_sinks", "grad_bias"):
+            dist.all_reduce(found[name], group=group)
+        check(group, found, method, **description)
+
+
+@case("without gradients, and the output alone")
+def _no_gradients(group: Any) -> None:
+    made = known(mask="causal", lengths=DENSE)
+    for method in METHODS:
+        plan = planned(made, group, method)
+        rows = [plan.shard(made.tensors[name], 2) for name in ("query", "key", "value")]
+        with torch.no_grad():
+            output = parallel.attention(rows[0], rows[1], rows[2], plan=plan)
+        assert not output.requires_grad
+        found = {"output": plan.unshard(output, 2)}
+        check(group, found, method, mask="causal", lengths=DENSE)
+
+
+@case("the layers of a model on the same rows")
+def _layers(group: Any) -> None:
+    made, local = (known(mask=name, lengths=DENSE) for name in ("causal", "window"))
+    for method in METHODS:
+        plan = planned(made, group, method)
+        other = plan.for_mask(local.mask)
+        assert torch.equal(plan.rows, other.rows)
+        check(group, results(local, other), method, mask="window", lengths=DENSE)
+
+
+@case("rows are sent as autocast makes them")
+def _autocast(group: Any) -> None:
+    description: dict[str, Any] = {"mask": "causal", "lengths": ((64, 64),)}
+    made, exact = known(**description), oracle(known(**description))
+    for method in METHODS:
+        plan = planned(made, group, method)
+        rows = [plan.shard(made.tensors[name], 2) for name in ("query", "key", "value")]
+        with torch.autocast("cpu", torch.bfloat16):
+            output = parallel.attention(rows[0], rows[1], rows[2], plan=plan)
+        assert output.dtype == torch.bfloat16
+        error = plan.unshard(output, 2).double() - exact["output"]
+        assert error.abs().max() < 0.05
+
+
+@case("unshard carries gradients of its own rows")
+def _unshard(group: Any) -> None:
+    plan = parallel.plan(masks.causal(), 13, group)
+    whole = torch.arange(13.0).requires_grad_()
+    gathered = plan.unshard(plan.shard(whole, 0) * 2, 0)
+    assert torch.equal(gathered, whole * 2)
+    gathered.square().sum().backward()
+    assert whole.grad is not None
+    wanted = torch.zeros(13).index_copy(0, plan.rows, (8 * whole.detach())[plan.rows])
+    assert torch.equal(whole.grad, wanted)
+
+
+# ---- ranks that differ ---------------------------------------------------------------------------
+
+
+def called(group: Any, rank: int, *, mask: Any = None, length: int = 24, **options: Any) -> None:
+    sizes: Any = {"query_heads": 4, "kv_heads": 4, "head_dim": 8}
+    method, dtype = options.pop("method", "gather"), options.pop("dtype", torch.float32)
+    plan = parallel.plan(mask, length, group, method=method, **sizes)
+    query = torch.zeros(1, 4, len(plan.rows) + options.pop("more", 0), 8, dtype=dtype)
+    parallel.attention(query, query, query, plan=plan, **options)
+
+
+DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "mask": ({"mask": masks.causal()}, ["mask: got none on rank", "kv_row <= query_row + shift"]),
+    "captured": ({"mask": masks.window(3)}, ["mask: got none on rank", "query_row + shift - 3"]),
+    "length": ({"length": 28}, ["length: got 24 on rank", "28 on rank 1"]),
+    "dtype": ({"dtype": torch.float64}, ["dtype: got torch.float32 on rank", "torch.float64"]),
+    "method": ({"method": "ring"}, ["method: got gather on rank", "ring on rank 1"]),
+    "score": ({"score": scores.softcap(3.0)}, ["score: got none on rank", "tanh"]),
+    "scale": ({"scale": 2.0}, ["scale: got 0.35", "2.0 on rank 1"]),
+    "gradients": ({"deterministic": True}, ["options: got deterministic=False", "=True"]),
+}
+for _name, (_options, _texts) in DIFFERENT.items():
+
+    @case(f"ranks that differ in {_name}", _options, _texts)
+    def _differs(group: Any, options: dict[str, Any], texts: list[str]) -> None:
+        rank = dist.get_rank(group)
+        refused(ValueError, texts, lambda: called(group, rank, **(options if rank == 1 else {})))
+        called(group, rank)  # and go on
+
+
+@case("a rank that cannot begin")
+def _cannot_begin(group: Any) -> None:
+    rank = dist.get_rank(group)
+    texts = ["query: got (1, 4, ", "takes the plan's"]
+    texts += [] if rank == 1 else ["another rank could not begin this call: rank 1: ValueError"]
+    refused(ValueError, texts, lambda: called(group, rank, more=int(rank == 1)))
+    refused(
+        NotImplementedError if rank == 1 else ValueError, ["dropout_p: got 0.5, takes 0"],
+        lambda: called(group, rank, dropout_p=0.5 if rank == 1 else 0.0),
+    )  # fmt: skip
+    called(group, rank)
+
+
+@case("what is refused on every rank")
+def _refused(group: Any) -> None:
+    rank = dist.get_rank(group)
+    texts = ['implementation: got "reference" with the method "ring"']
+    options: dict[str, Any] = {"method": "ring", "implementation": "reference"}
+    refused(NotImplementedError, texts, lambda: called(group, rank, **options))
+    refused(TypeError, ["mask: got one beside a plan"], lambda: parallel.attention(
+        *torch.zeros(3, 1, 4, 12, 8), plan=parallel.plan(None, 24, group), mask=masks.causal()
+    ))  # fmt: skip
+    refused(TypeError, ["plan: got NoneType"], lambda: parallel.attention(
+        *torch.zeros(3, 1, 4, 12, 8), plan=None  # type: ignore[arg-type]
+    ))  # fmt: skip
+    refused(ValueError, ["plan: got one of 2 simulated ranks"], lambda: parallel.attention(
+        *torch.zeros(3, 1, 4, 12, 8), plan=parallel.plan(None, 24, 2)
+    ))  # fmt: skip
+
+
+@case("a rank that does not come is told of after the time-out")
+def _late(group: Any) -> None:
+    if dist.get_world_size(group) > 2:
+        return  # it takes seconds, and knows no number of ranks
+    short = dist.new_group(timeout=timedelta(seconds=1))
+    rank = dist.get_rank(group)
+    called(short, rank)
+    start = time.monotonic()
+    if rank == 1:
+        time.sleep(2.5)  # longer than others wait
+    else:
+        texts = [f"rank {rank} failed at call ", "rank 1 was last at call 1, keys"]
+        refused(RuntimeError, texts, lambda: called(short, rank))
+        assert time.monotonic() - start < 30
+    dist.barrier(group)
+
+
+def run_rank(rank: int, world: int, folder: Path) -> None:
+    """Run all cases as one rank of a world."""
+    store = FileStore(str(folder / f"store.{world}"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    said = {}
+    for name, run in CASES.items():
+        start = time.monotonic()
+        try:
+            torch.manual_seed(0)
+            run(dist.group.WORLD)
+            said[name] = ""
+        except Exception:
+            said[name] = traceback.format_exc()
+        if rank == 0:
+            print(f"{time.monotonic() - start:.2f} {name} {said[name]}", flush=True)
+    (folder / f"found.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
+    dist.destroy_process_group()
+
+
+def main(folder: Path, worlds: list[int]) -> int:
+    """Run worlds one after another; the exit status says whether all processes ended well."""
+    torch.set_num_threads(1)
+    context, failed = multiprocessing.get_context("fork"), 0
+    for world in worlds:
+        ranks = [context.Process(target=run_rank, args=(r, world, folder)) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+            failed += process.exitcode != 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))
