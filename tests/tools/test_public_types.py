@@ -28,7 +28,7 @@ def test_names_are_those_that_a_program_sees(module: str) -> None:
 
 def test_all_public_modules_are_looked_at() -> None:
     those = {name for name in saccade.__all__ if f"saccade.{name}" in MODULES}
-    assert those == {"masks", "scores", "feature_maps", "testing"}
+    assert those == {"masks", "scores", "feature_maps", "parallel", "testing"}
     named = {module.split(".")[2] for module in MODULES if ".integrations." in module}
     assert named == set(integrations.NAMES)
 
