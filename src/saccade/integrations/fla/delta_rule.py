@@ -250,7 +250,8 @@ def _call(
         output, state = call(*packed, cu_seqlens.to(torch.int32), **options)
         output = output.unsqueeze(0)
     else:
-        *dense, decay = (None if each is None else each.transpose(1, 2) for each in tensors)
+        dense: list[Any] = [each if each is None else each.transpose(1, 2) for each in tensors]
+        decay = dense.pop()
         output, state = _dense(dense, initial_state, options | {"decay": decay})
         output = output.transpose(1, 2)
     if not output_final_state:

@@ -25,6 +25,7 @@ from saccade import masks, scores
 from saccade.integrations.arguments import chained, sliding_window_mask
 from saccade.integrations.transformers.cache import PagedRows
 from saccade.integrations.transformers.deferred import MaskTensor
+from saccade.integrations.transformers.delta_rule import attach, attach_when_made
 from saccade.integrations.transformers.masks import (
     GraphMask,
     LazyMask,
@@ -337,6 +338,9 @@ NAME = "saccade"
 def register() -> None:
     """Let transformers' models attend through saccade, by attn_implementation="saccade".
 
+    Their layers of the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi Linear) then take
+    saccade's as well.
+
     Call it once, before a model is made or `model.set_attn_implementation("saccade")` is called;
     again does no harm. A model that does not ask transformers' AttentionInterface is refused by
     name when it is made.
@@ -353,6 +357,7 @@ def register() -> None:
         torch.Size([1, 3, 97])
     """
     guard()
+    attach_when_made(NAME)
     AttentionInterface.register(NAME, attention_forward)
     # Without a mask function of its own a model would attend without any mask, padding included.
     AttentionMaskInterface.register(NAME, lazy_mask)
@@ -422,6 +427,7 @@ def guard() -> bool:
     ) -> str:
         if requested_attention is not None and requested_attention.removeprefix("paged|") == NAME:
             refuse_unless_asking(type(self))
+            attach(self, NAME)  # a model that was made before has its layers already
         return checked(self, requested_attention, *arguments, **options)
 
     PreTrainedModel.get_correct_attn_implementation = checked_for_saccade
