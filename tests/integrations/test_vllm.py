@@ -7,6 +7,7 @@ their names and arguments are those of vLLM 0.33.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -29,6 +30,13 @@ OURS = "saccade.integrations.vllm.backend"
 class AttentionType(str, Enum):
     DECODER = "decoder"
     ENCODER_ONLY = "encoder_only"
+
+
+class AttentionCGSupport(Enum):
+    ALWAYS = 3
+    UNIFORM_BATCH = 2
+    UNIFORM_SINGLE_TOKEN_DECODE = 1
+    NEVER = 0
 
 
 class AttentionBackend(ABC):
@@ -66,11 +74,14 @@ class AttentionImpl(ABC, Generic[M]):
 
 
 def modules() -> dict[str, ModuleType]:
+    package, envs = ModuleType("vllm"), ModuleType("vllm.envs")
     backend, registry = ModuleType("vllm.v1.attention.backend"), ModuleType(ours.REGISTRY)
+    vars(envs).update(VLLM_BATCH_INVARIANT=False)
+    vars(package).update(envs=envs)
     vars(backend).update(
         {kind.__name__: kind for kind in (
-            AttentionType, AttentionBackend, AttentionMetadata, AttentionMetadataBuilder,
-            AttentionImpl,
+            AttentionType, AttentionCGSupport, AttentionBackend, AttentionMetadata,
+            AttentionMetadataBuilder, AttentionImpl,
         )}
     )  # fmt: skip
     members: dict[str, str] = {}
@@ -78,7 +89,7 @@ def modules() -> dict[str, ModuleType]:
         AttentionBackendEnum=SimpleNamespace(__members__=members),
         register_backend=members.__setitem__,
     )
-    return {module.__name__: module for module in (backend, registry)}
+    return {module.__name__: module for module in (package, envs, backend, registry)}
 
 
 @pytest.fixture
@@ -113,6 +124,7 @@ def test_the_backend_has_all_that_is_asked(vllm: ModuleType) -> None:
     assert [backend.supports_block_size(size) for size in (None, 16, 1024, 2048)] == [1, 1, 1, 0]
     assert backend.supports_sink() and backend.supports_sliding_window()
     assert backend.supports_non_causal() and not backend.forward_includes_kv_cache_update
+    assert [backend.supports_head_size(size) for size in (64, 512, 66, 576)] == [1, 1, 0, 0]
 
 
 HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 8, 4
@@ -128,7 +140,7 @@ def step(causal: Any = True) -> SimpleNamespace:
         for row in range(LENS[r] - NEW[r], LENS[r])
     ]
     return SimpleNamespace(
-        num_actual_tokens=sum(NEW), query_start_loc=starts, causal=causal,
+        num_actual_tokens=sum(NEW), max_query_len=max(NEW), query_start_loc=starts, causal=causal,
         seq_lens=torch.tensor(LENS, dtype=torch.int32), block_table_tensor=table,
         slot_mapping=torch.tensor(slots),
     )  # fmt: skip
@@ -194,6 +206,143 @@ def test_a_mixed_step(vllm: ModuleType, how: dict[str, Any], causal: bool) -> No
         torch.testing.assert_close(mine.double(), wanted[0].transpose(0, 1), rtol=1e-5, atol=1e-6)
 
 
+# ---- caches of eight bits ------------------------------------------------------------------------
+
+EIGHT_BITS = {
+    "fp8": torch.float8_e4m3fn, "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_per_token_head": torch.float8_e4m3fn, "int8_per_token_head": torch.int8,
+}  # fmt: skip
+LAYER = SimpleNamespace(_k_scale=torch.tensor(0.02), _v_scale=torch.tensor(0.05))
+
+
+def in_eight_bits(rows: Tensor, kind: str, scale: Tensor) -> Tensor:
+    """What a cache makes of keys or values: numbers of eight bits times a scale."""
+    dtype, largest = EIGHT_BITS[kind], 448.0
+    if kind.endswith("per_token_head"):
+        largest = 127.0 if dtype == torch.int8 else largest
+        scale = rows.abs().amax(-1, keepdim=True) / largest
+    units = (rows / scale).clamp(-largest, largest)
+    return (units.round() if dtype == torch.int8 else units).to(dtype).float() * scale
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "triton"])
+@pytest.mark.parametrize("kind", EIGHT_BITS)
+def test_caches_of_eight_bits(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch, kind: str, implementation: str
+) -> None:
+    if implementation == "triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("takes Triton's interpreter")
+    call = saccade.attention_paged
+    monkeypatch.setattr(
+        saccade, "attention_paged", lambda *a, **k: call(*a, **k, implementation=implementation)
+    )
+    torch.manual_seed(0)
+    assert kind in vllm.Backend.supported_kv_cache_dtypes
+    impl = vllm.Impl(HEADS, DIM, 0.3, KV_HEADS, kv_cache_dtype=kind)
+    keys, values = ([torch.randn(n, KV_HEADS, DIM) for n in LENS] for _ in "kv")
+    keys[0][0, 0, 0], values[0][0, 0, 0] = (
+        100.0,
+        -100.0,
+    )  # beyond what fp8 with LAYER's scales holds
+    beside = 4 if kind.endswith("per_token_head") else 0
+    dtype = torch.int8 if EIGHT_BITS[kind] == torch.int8 else torch.uint8  # as vLLM allocates
+    cache = torch.full((10, KV_HEADS, BLOCK, 2 * (DIM + beside)), -1, dtype=torch.int8).view(dtype)
+    common = step()
+    for old in (True, False):  # earlier steps, then this one
+        rows, slots = [list[Tensor](), list[Tensor]()], list[int]()
+        for r, table in enumerate(common.block_table_tensor.tolist()):
+            first, last = (0, LENS[r] - NEW[r]) if old else (LENS[r] - NEW[r], LENS[r])
+            for side, of_side in zip(rows, (keys, values), strict=True):
+                side.append(of_side[r][first:last])
+            slots += [table[n // BLOCK] * BLOCK + n % BLOCK for n in range(first, last)]
+        new = [torch.cat(side) for side in rows]
+        impl.do_kv_cache_update(LAYER, *new, cache, torch.tensor(slots))
+    query, output = torch.randn(sum(NEW), HEADS, DIM), torch.empty(sum(NEW), HEADS * DIM)
+    metadata = vllm.Builder(None, ["layer"], None, torch.device("cpu")).build(0, common)
+    impl.forward(LAYER, query, *new, cache, metadata, output)
+    for r, mine in enumerate(output.split(NEW)):
+        key = in_eight_bits(keys[r], kind, LAYER._k_scale)
+        value = in_eight_bits(values[r], kind, LAYER._v_scale)
+        wanted = saccade.attention(
+            *(side.transpose(0, 1)[None].double() for side in (query.split(NEW)[r], key, value)),
+            causal=True, scale=0.3,
+        )  # fmt: skip
+        found = mine.unflatten(-1, (HEADS, DIM)).double()
+        torch.testing.assert_close(found, wanted[0].transpose(0, 1), rtol=1e-4, atol=1e-5)
+
+
+# ---- what is declared ----------------------------------------------------------------------------
+
+
+def test_batch_invariance_reaches_the_call(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[bool]()
+    call = saccade.attention_paged
+
+    def noted(*tensors: Any, **options: Any) -> Tensor:
+        asked.append(options["batch_invariant"])
+        return call(*tensors, **options)
+
+    monkeypatch.setattr(saccade, "attention_paged", noted)
+    assert vllm.Backend.supports_batch_invariance()
+    metadata = vllm.Builder(None, [], None, torch.device("cpu")).build(0, step())
+    rows = torch.zeros(sum(NEW), HEADS, DIM)
+    for wanted in (False, True):
+        monkeypatch.setattr(sys.modules["vllm.envs"], "VLLM_BATCH_INVARIANT", wanted)
+        impl = vllm.Impl(HEADS, DIM, 0.3, KV_HEADS)
+        cache = torch.zeros(10, KV_HEADS, BLOCK, 2 * DIM)
+        impl.forward(None, rows, rows, rows, cache, metadata, torch.empty(sum(NEW), HEADS * DIM))
+    assert asked == [False, True]
+
+
+def test_steps_that_only_decode_are_a_batch_and_may_be_graphs(
+    vllm: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    builder = vllm.Builder(None, [], None, torch.device("cpu"))
+    assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+    common = step()
+    common.num_actual_tokens, common.max_query_len = 3, 1
+    common.query_start_loc = torch.arange(4, dtype=torch.int32)
+    common.seq_lens = torch.tensor([9, 3, 0], dtype=torch.int32)  # the last one is padding
+    asked = list[Any]()
+    call = saccade.attention_paged
+
+    def noted(*tensors: Any, **options: Any) -> Tensor:
+        asked.append((tuple(tensors[0].shape), options["cu_seqlens_q"]))
+        return call(*tensors, **options)
+
+    monkeypatch.setattr(saccade, "attention_paged", noted)
+    torch.manual_seed(0)
+    impl, cache = vllm.Impl(HEADS, DIM, 0.3, KV_HEADS), torch.randn(10, KV_HEADS, BLOCK, 2 * DIM)
+    rows, outputs = torch.randn(3, HEADS, DIM), torch.empty(2, 3, HEADS * DIM)
+    metadata = builder.build(0, common)
+    impl.forward(None, rows, rows, rows, cache, metadata, outputs[0])
+    assert asked == [((3, HEADS, 1, DIM), None)]  # as `Engine` captures its steps
+    metadata.decodes = False
+    impl.forward(None, rows, rows, rows, cache, metadata, outputs[1])
+    torch.testing.assert_close(*outputs)
+    assert (outputs[:, 2] == 0).all()
+    common.num_actual_tokens = 2  # fewer rows than requests: a request has none
+    assert not builder.build(0, common).decodes
+
+
+def test_what_is_not_served_is_declared_so(vllm: ModuleType) -> None:
+    backend = vllm.Backend
+    assert not backend.supports_mm_prefix()
+    assert not backend.supports_alibi_sqrt()
+    assert not backend.supports_per_head_quant_scales()
+    assert not vllm.Impl.can_return_lse_for_decode  # of decode context parallelism
+    assert not vllm.Impl.supports_quant_query_input
+    config = SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=2))
+    with pytest.raises(NotImplementedError, match="decode_context_parallel_size: got 2, takes 1"):
+        vllm.Builder(None, [], config, torch.device("cpu"))
+    common = step()
+    common.mm_req_doc_ranges = {0: [(1, 4)]}
+    with pytest.raises(NotImplementedError, match="mm_req_doc_ranges: got some"):
+        vllm.Builder(None, [], None, torch.device("cpu")).build(0, common)
+
+
 def test_while_memory_is_measured_nothing_is_computed(vllm: ModuleType) -> None:
     output = torch.full((3, HEADS * DIM), torch.nan)
     rows = torch.zeros(3, HEADS, DIM)
@@ -205,8 +354,8 @@ def test_while_memory_is_measured_nothing_is_computed(vllm: ModuleType) -> None:
 def test_what_is_not_served_is_refused(vllm: ModuleType) -> None:
     with pytest.raises(NotImplementedError, match="attn_type: got"):
         vllm.Impl(HEADS, DIM, 0.3, attn_type=AttentionType.ENCODER_ONLY)
-    with pytest.raises(NotImplementedError, match="kv_cache_dtype: got fp8, takes auto"):
-        vllm.Impl(HEADS, DIM, 0.3, kv_cache_dtype="fp8")
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype: got fp8_e5m2, takes auto"):
+        vllm.Impl(HEADS, DIM, 0.3, kv_cache_dtype="fp8_e5m2")
     builder = vllm.Builder(None, [], None, torch.device("cpu"))
     with pytest.raises(NotImplementedError, match="causal: got a tensor"):
         builder.build(0, step(causal=torch.ones(3).bool()))

@@ -1,7 +1,10 @@
 """vllm: an attention backend for vLLM's engine, on saccade's attention over pages.
 
 vLLM finds it as a plugin when both are installed; `--attention-backend SACCADE` selects it. It
-serves decoders: grouped heads, windows, softcap, ALiBi, sinks; caches in the model's dtype.
+serves decoders: grouped heads, windows, softcap, ALiBi, sinks; caches in the model's dtype, in fp8
+with one scale for a layer, and in fp8 or int8 with one for each token of each head;
+`VLLM_BATCH_INVARIANT`; steps that only decode as CUDA graphs. It refuses what it does not serve:
+images whose tokens see each other, caches that are split over ranks, encoders.
 """
 
 from __future__ import annotations
