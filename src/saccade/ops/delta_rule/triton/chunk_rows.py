@@ -1,0 +1,223 @@
+"""The gated delta rule, rows of a chunk: what kernels load of them, and how far the state faded.
+
+Decay is held as its sums from a chunk's first token on, in two parts: float32, and in float16 what
+rounding took. A difference of two sums is then as exact as its own size says, whatever stood before
+it: at 64 tokens of −100 the sum alone is off by 2e-4, and so would be all factors of tokens behind
+them. Row r has the sum up to and with its own decay. In kernels a `Decay` is None where the state
+does not fade.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from saccade.gpu.features import load_number
+from saccade.gpu.language import tl, triton
+from saccade.gpu.tensor_view import first_slot, num_rows, row_pointers, tile_pointers, wide
+
+STRONGEST = tl.constexpr(-10000.0)  # a logarithm whose exponential is 0, and which sums up
+NORM_EPS = tl.constexpr(1e-6)  # as runtime/delta_spec.py has it
+
+
+class Decay(NamedTuple):
+    """Sums of decay from the chunk's first token on, for each row, or each row and channel."""
+
+    high: Any  # View of float32
+    low: Any  # View of float16
+
+
+class Faded(NamedTuple):
+    """Rows that fade by channel as they meet states, one for each value head; else None."""
+
+    query: Any  # View of e^G ∘ query, divided by its length where that is asked for
+    key: Any  # of e^G ∘ key
+    kept: Any  # of e^{G_last − G} ∘ key
+
+
+class Factors(NamedTuple):
+    """What rows of queries and keys are multiplied by to have length 1; None: nothing."""
+
+    query: Any  # View of numbers
+    key: Any
+
+
+# ---- before the chunks -----------------------------------------------------------------------
+
+
+@triton.jit
+def delta_sums(
+    decay, high, low, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """One program: the sums of decay of one chunk and head; CHANNELS: 1 where all have the same.
+
+    WIDTH: so many of them at a time.
+    """
+    batch, head, chunk, _ = high.find(tl.program_id(0), high.data, CHUNK)
+    rows = (chunk * CHUNK + tl.arange(0, CHUNK))[:, None]
+    exist = rows < num_rows(high, batch)
+    for first in range(0, CHANNELS, WIDTH):
+        channels = first + tl.arange(0, WIDTH)[None, :]
+        exists = exist & (channels < CHANNELS)
+        at = row_pointers(decay, batch, head, rows, channels)
+        each = tl.load(at, mask=exists, other=0.0).to(tl.float64)
+        each = tl.where(each < STRONGEST, STRONGEST, each)  # −inf less −inf is NaN; NaN stays
+        total = tl.cumsum(each, 0)
+        rounded = total.to(tl.float32)
+        rest = (total - rounded.to(tl.float64)).to(tl.float16)
+        tl.store(row_pointers(high, batch, head, rows, channels), rounded, mask=exists)
+        tl.store(row_pointers(low, batch, head, rows, channels), rest, mask=exists)
+
+
+@triton.jit
+def delta_norms(rows, factors, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """One program: 1 / length of some rows of one head."""
+    batch, head, tile, _ = factors.find(tl.program_id(0), factors.data, TILE)
+    at, channels = tile * TILE + tl.arange(0, TILE), tl.arange(0, WIDTH)
+    exist = at < num_rows(factors, batch)
+    pointers = row_pointers(rows, batch, head, at[:, None], channels[None, :])
+    exists = exist[:, None] & (channels < DIM)[None, :]
+    numbers = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt_rn(tl.sum(numbers * numbers, 1) + NORM_EPS)
+    tl.store(row_pointers(factors, batch, head, at, 0), factor, mask=exist)
+
+
+# ---- a chunk ------------------------------------------------------------------------------------
+
+
+@triton.jit
+def chunk_slot(view, batch, chunk, CHUNK: tl.constexpr, PACKED: tl.constexpr):
+    """Where in memory a chunk's state lies, among those of all chunks of all sequences."""
+    if PACKED:
+        slot = first_slot(view.data, batch, CHUNK) + chunk
+    else:
+        slot = batch * tl.cdiv(view.data[0], CHUNK) + chunk
+    return slot
+
+
+@triton.jit
+def load_channels(
+    view, batch, head, start, exist, channels, DIM: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Rows of a chunk from `start` on × channels, or turned over; 0 where there is nothing.
+
+    What is loaded turned over may stand turned over on a product's left; what was computed may not
+    (Triton 3.6 on Hopper).
+    """
+    if TRANSPOSED:
+        channels_of, exists = channels[:, None], exist[None, :]
+    else:
+        channels_of, exists = channels[None, :], exist[:, None]
+    if DIM // channels.shape[0] * channels.shape[0] != DIM:
+        exists = exists & (channels_of < DIM)
+    pointers = tile_pointers(
+        view, batch, head, start, channels_of, exist.shape[0], True, TRANSPOSED
+    )
+    return tl.load(pointers, mask=exists, other=0.0)
+
+
+@triton.jit
+def row_factors(view, batch, head, start, exist):
+    """The factor of each row: [rows, 1]; the number 1 where there are none."""
+    factor = 1.0
+    if view is not None:
+        rows = start + tl.arange(0, exist.shape[0])
+        factor = load_number(view, batch, head, rows, exist)[:, None]
+    return factor
+
+
+@triton.jit
+def load_sums(decay, batch, head, start, exist, channels, META: tl.constexpr):
+    """The two parts of the sums of a chunk's rows: [rows, 1], or [rows, channels] by channel."""
+    if META.BY_CHANNEL:
+        high = load_channels(decay.high, batch, head, start, exist, channels, META.HEAD_DIM, False)
+        low = load_channels(decay.low, batch, head, start, exist, channels, META.HEAD_DIM, False)
+    else:
+        rows = start + tl.arange(0, exist.shape[0])
+        high = load_number(decay.high, batch, head, rows, exist)[:, None]
+        low = load_number(decay.low, batch, head, rows, exist)[:, None]
+    return high, low.to(tl.float32)
+
+
+@triton.jit
+def last_sums(decay, batch, head, start, length, channels, META: tl.constexpr):
+    """The two parts of the sums of a chunk's last row: numbers, or [channels] by channel."""
+    row = tl.maximum(tl.minimum(start + META.CHUNK, length) - 1, 0)
+    if META.BY_CHANNEL:
+        exists = channels < META.HEAD_DIM
+        high = tl.load(row_pointers(decay.high, batch, head, row, channels), exists, 0.0)
+        low = tl.load(row_pointers(decay.low, batch, head, row, channels), exists, 0.0)
+    else:
+        high = tl.load(row_pointers(decay.high, batch, head, row, 0))
+        low = tl.load(row_pointers(decay.low, batch, head, row, 0))
+    return high, low.to(tl.float32)
+
+
+@triton.jit
+def left_of_state(decay, batch, head, start, length, channels, META: tl.constexpr):
+    """What a chunk leaves of the state before it: a number, or [channels, 1] by channel."""
+    left = 1.0
+    if decay is not None:
+        high, low = last_sums(decay, batch, head, start, length, channels, META)
+        left = tl.exp(high + low)
+        if META.BY_CHANNEL:
+            left = left[:, None]
+    return left
+
+
+@triton.jit
+def load_faded(
+    view, factors, decay, batch, head, start, length, exist, channels, META: tl.constexpr,
+    TO_END: tl.constexpr, TRANSPOSED: tl.constexpr,
+):  # fmt: skip
+    """Queries or keys as they meet the state before the chunk, or TO_END the one behind it; and
+    [rows, 1] or 1, which their products want still.
+
+    Rows that fade in all channels alike, and their lengths, are factors of what they are multiplied
+    with; so such rows go from memory into a product as they are. Rows that fade by channel were
+    multiplied before, one for each value head.
+    """
+    key_head = head if META.BY_CHANNEL else head // META.GROUP
+    tile = load_channels(view, batch, key_head, start, exist, channels, META.HEAD_DIM, TRANSPOSED)
+    factor = 1.0
+    if not META.BY_CHANNEL:
+        factor = row_factors(factors, batch, key_head, start, exist)
+        if decay is not None:
+            high, low = load_sums(decay, batch, head, start, exist, channels, META)
+            if TO_END:
+                last_high, last_low = last_sums(decay, batch, head, start, length, channels, META)
+                high, low = last_high - high, last_low - low
+            factor = factor * tl.exp(high + low)
+    return tile, factor
+
+
+# ---- states in memory --------------------------------------------------------------------------
+
+
+@triton.jit
+def state_pointers(
+    memory, number, channels, values, META: tl.constexpr, TRANSPOSED: tl.constexpr = False
+):
+    """Addresses of a state [channels, values], or turned over, and what of it there is."""
+    first = memory + wide(number) * (META.HEAD_DIM * META.VALUE_DIM)
+    if TRANSPOSED:
+        place = channels[None, :] * META.VALUE_DIM + values[:, None]
+        exists = (channels < META.HEAD_DIM)[None, :] & (values < META.VALUE_DIM)[:, None]
+    else:
+        place = channels[:, None] * META.VALUE_DIM + values[None, :]
+        exists = (channels < META.HEAD_DIM)[:, None] & (values < META.VALUE_DIM)[None, :]
+    return first + place, exists
+
+
+@triton.jit
+def store_channels(view, batch, head, start, exist, channels, tile, DIM: tl.constexpr):
+    """Write rows of a chunk × channels."""
+    pointers = tile_pointers(view, batch, head, start, channels[None, :], exist.shape[0], True)
+    exists = exist[:, None]
+    if DIM // channels.shape[0] * channels.shape[0] != DIM:
+        exists = exists & (channels < DIM)[None, :]
+    tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)

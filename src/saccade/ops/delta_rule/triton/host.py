@@ -1,0 +1,480 @@
+"""The gated delta rule by Triton kernels: the body that the operators run on GPUs.
+
+    forwards:   sums of decay, lengths of rows → pairs of all chunks → scan
+    backwards:  the same, the scan keeping states → scan back → gradients of all rows → sums over heads
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.gpu.kernel_args import Extent, row_strides, there_are, view
+from saccade.gpu.launcher import Launch, current_device, next_width
+from saccade.ops.attention.triton import call_spec
+from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.delta_rule.triton.chunk_rows import Decay, Faded, Factors, delta_norms, delta_sums
+from saccade.ops.delta_rule.triton.chunk_scan import (
+    ScanMeta,
+    delta_forward_scan,
+    delta_reverse_scan,
+)
+from saccade.ops.delta_rule.triton.chunk_system import SystemMeta, delta_system
+from saccade.ops.delta_rule.triton.configs import DeltaConfig, choose
+from saccade.ops.delta_rule.triton.gradients import (
+    GradientMeta,
+    delta_gradients,
+    delta_pair_gradients,
+    delta_sum_heads,
+)
+from saccade.ops.delta_rule.triton.recurrent_step import Pool, StepMeta, delta_step
+from saccade.runtime.delta_spec import (
+    DeltaGradients,
+    DeltaInputs,
+    DeltaResults,
+    DeltaVariant,
+    empty_delta_gradients,
+    empty_delta_results,
+)
+from saccade.runtime.spec import KernelConfig, precision
+
+ROWS = 32  # at a time, of kernels that look at each row alone
+SUMMED = 32  # channels at a time whose decay is summed up
+STEP_NUMBERS = 4096  # of a state, in registers of a program of the step
+
+_call_specs: dict[Any, DeltaCallSpec] = {}
+
+
+def forward(inputs: DeltaInputs, variant: DeltaVariant, config: KernelConfig) -> DeltaResults:
+    """Output and last state; see `saccade.gated_delta_rule`."""
+    call = DeltaCall.of(inputs, variant, config).prepared()
+    results = empty_delta_results(inputs)
+    call.scan(call.system(), output=results.output, after=results.state)
+    return results
+
+
+def backward(
+    inputs: DeltaInputs,
+    variant: DeltaVariant,
+    config: KernelConfig,
+    grad_output: Tensor,
+    grad_state: Tensor | None,
+) -> DeltaGradients:
+    """Gradients of the inputs, the same bits in every run."""
+    call = DeltaCall.of(inputs, variant, config).prepared()
+    gradients = empty_delta_gradients(inputs)
+    if inputs.packed:  # no program has the tokens behind the last sequence
+        for gradient in there_are(gradients[:5]):
+            gradient.zero_()
+    if grad_output.stride(-1) != 1:
+        grad_output = grad_output.contiguous()
+    system = call.system()
+    updates, solved = (call.rows(inputs.value.shape[-1]) for _ in range(2))
+    states, grad_states = call.chunk_states(), call.chunk_states()
+    call.scan(system, updates=updates, states=states)
+    call.scan_back(system, grad_output, solved, grad_states, grad_state, gradients.initial_state)
+    call.gradients(grad_output, (updates, solved, states, grad_states), gradients)
+    return gradients
+
+
+def step(
+    state: Tensor, state_index: Tensor | None, inputs: DeltaInputs, variant: DeltaVariant
+) -> Tensor:
+    """Output of a few new rows; see `saccade.gated_delta_rule_step`.
+
+    States of float32 that lie in order are changed where they lie; others are copied, changed and
+    copied back.
+    """
+    call = DeltaCall.of(inputs, variant, KernelConfig())
+    output = empty_delta_results(inputs).output
+    if state.dtype == torch.float32 and state.is_contiguous():
+        call.step(state, state_index, output)
+        return output
+    index: Any = slice(None)
+    if state_index is not None:
+        index = state_index.clamp(min=0)
+    picked = state[index].float().contiguous()
+    call.step(picked, None, output)
+    state[index] = picked.to(state.dtype)
+    return output
+
+
+class DeltaCallSpec(NamedTuple):
+    """Sizes of a call, and the kernels that were prepared for it."""
+
+    packed: bool
+    device: int | None
+    sequences: int
+    length: int  # rows of each dense sequence, or all packed ones
+    key_heads: int
+    value_heads: int
+    head_dim: int
+    value_dim: int
+    by_channel: bool
+    variant: DeltaVariant
+    precision: str
+    config: DeltaConfig
+    launches: dict[Any, Launch]
+
+    @staticmethod
+    def of(inputs: DeltaInputs, variant: DeltaVariant, config: KernelConfig) -> DeltaCallSpec:
+        """The sizes and the config of a call."""
+        query, value = inputs.query, inputs.value
+        widths = next_width(max(query.shape[-1], 1)), next_width(max(value.shape[-1], 1))
+        wide, by_channel = query.dtype == torch.float32, inputs.decay_by_channel
+        return DeltaCallSpec(
+            packed=inputs.packed,
+            device=current_device(query),
+            sequences=inputs.num_sequences,
+            length=query.shape[0 if inputs.packed else 2],
+            key_heads=inputs.key_heads,
+            value_heads=inputs.value_heads,
+            head_dim=query.shape[-1],
+            value_dim=value.shape[-1],
+            by_channel=by_channel,
+            variant=variant,
+            precision=precision(query.dtype),
+            config=choose(call_spec.architecture(query), *widths, wide, by_channel, config),
+            launches={},
+        )
+
+    @property
+    def group(self) -> int:
+        """Value heads that share a key head."""
+        return self.value_heads // max(self.key_heads, 1)
+
+    def extent(self, heads: int) -> Extent:
+        """The rows of so many heads."""
+        return Extent(self.sequences, self.length, heads, self.packed)
+
+    def constants(self) -> dict[str, Any]:
+        """What most kernels are told."""
+        return {
+            "GROUP": self.group,
+            "HEADS": self.value_heads,
+            "HEAD_DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim,
+            "CHUNK": self.config.chunk,
+            "LEVELS": self.config.chunk.bit_length() - 1,
+            "BY_CHANNEL": self.by_channel,
+            "PACKED": self.packed,
+            "PRECISION": self.precision,
+        }
+
+
+class System(NamedTuple):
+    """What was made of a call's rows before its scans."""
+
+    inverse: Tensor  # as rows of value heads, of CHUNK numbers
+    weights: Tensor
+    faded: tuple[Tensor, Tensor, Tensor] | None  # by channel: queries, keys, keys that are kept
+
+    def known(self) -> list[Tensor]:
+        """The tensors that scans read."""
+        return [self.inverse, self.weights, *(self.faded or ())]
+
+
+class DeltaCall(NamedTuple):
+    """One call under way: its rows, and the kernels that can be started with them."""
+
+    spec: DeltaCallSpec
+    inputs: DeltaInputs
+    sums: tuple[Tensor, Tensor] | None  # of decay
+    norms: tuple[Tensor, Tensor] | None  # of queries and keys
+
+    @staticmethod
+    def of(inputs: DeltaInputs, variant: DeltaVariant, config: KernelConfig) -> DeltaCall:
+        """A call, ready for its kernels."""
+        inputs = with_unit_channels(inputs)
+        key = (
+            *((None if t is None else (t.shape, t.stride(), t.dtype)) for t in inputs),
+            inputs.query.device, variant, config, precision(inputs.query.dtype),
+        )  # fmt: skip
+        spec = remembered(_call_specs, key, lambda: DeltaCallSpec.of(inputs, variant, config))
+        return DeltaCall(spec, inputs, None, None)
+
+    # ---- memory -------------------------------------------------------------------------------
+
+    def rows(self, channels: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Memory for rows of the value heads."""
+        return self.inputs.value.new_empty(*self.inputs.beta.shape, channels, dtype=dtype)
+
+    def chunk_states(self) -> Tensor:
+        """Memory for a state before or behind each chunk, as products take it."""
+        spec, value = self.spec, self.inputs.value
+        slots = spec.extent(1).slots(spec.config.chunk) * (1 if spec.packed else spec.sequences)
+        # float16 ends at 65504, so there states are narrowed by factors, when they are read.
+        dtype = torch.float32 if value.dtype == torch.float16 else value.dtype
+        shape = (slots, spec.value_heads, spec.head_dim, spec.value_dim)
+        return value.new_empty(shape, dtype=dtype)
+
+    # ---- arguments ----------------------------------------------------------------------------
+
+    def view(self, rows: Tensor | None) -> Any:
+        """A View of rows: of numbers, or of rows of channels; None where there are none."""
+        if rows is None:
+            return None
+        strides = row_strides(rows, self.spec.packed)
+        return view(rows, strides, self.spec.extent(rows.shape[1]), self.inputs.cu_seqlens)
+
+    def factors(self) -> Factors:
+        """Queries' and keys' lengths, as kernels take them."""
+        return Factors(*(None, None) if self.norms is None else map(self.view, self.norms))
+
+    def decay(self) -> Decay | None:
+        """Sums of decay, as kernels take them."""
+        return None if self.sums is None else Decay(*map(self.view, self.sums))
+
+    def known(self) -> list[Tensor]:
+        """The tensors that every kernel may read."""
+        return there_are((*self.inputs, *(self.sums or ()), *(self.norms or ())))
+
+    # ---- kernels ------------------------------------------------------------------------------
+
+    def prepared(self) -> DeltaCall:
+        """The call with sums of decay and lengths of rows, as far as it has them."""
+        return self._replace(sums=self._sums(), norms=self._norms())
+
+    def _sums(self) -> tuple[Tensor, Tensor] | None:
+        spec, decay = self.spec, self.inputs.decay
+        if decay is None:
+            return None
+        high = torch.empty(decay.shape, dtype=torch.float32, device=decay.device)
+        low = torch.empty(decay.shape, dtype=torch.float16, device=decay.device)
+        channels = spec.head_dim if spec.by_channel else 1
+        width = min(next_width(channels), SUMMED) if spec.by_channel else 1
+        constants = {"CHUNK": spec.config.chunk, "CHANNELS": channels, "WIDTH": width}
+        launch = self.launch(delta_sums, constants, 4)
+        programs = spec.extent(spec.value_heads).programs(spec.config.chunk)
+        views = (decay, high, low)
+        launch(
+            programs, spec.device, [*there_are((self.inputs.cu_seqlens,)), *views],
+            lambda: tuple(map(self.view, views)),
+        )  # fmt: skip
+        return high, low
+
+    def _norms(self) -> tuple[Tensor, Tensor] | None:
+        spec, inputs = self.spec, self.inputs
+        if not spec.variant.normalize_qk:
+            return None
+        found = []
+        for name, rows in (("query", inputs.query), ("key", inputs.key)):
+            factors = torch.empty(rows.shape[:-1], dtype=torch.float32, device=rows.device)
+            constants = {"TILE": ROWS, "DIM": spec.head_dim, "WIDTH": next_width(spec.head_dim)}
+            launch = self.launch(delta_norms, constants, 4, name=name)
+            programs = spec.extent(spec.key_heads).programs(ROWS)
+            pair = (rows, factors)
+            tensors = [*there_are((inputs.cu_seqlens,)), *pair]
+            launch(programs, spec.device, tensors, lambda pair=pair: tuple(map(self.view, pair)))
+            found.append(factors)
+        return found[0], found[1]
+
+    def system(self) -> System:
+        """The triangular systems of all chunks, solved, and what queries weigh."""
+        spec, inputs = self.spec, self.inputs
+        chunk, config = spec.config.chunk, spec.config
+        inverse, weights, faded = self.rows(chunk), self.rows(chunk), None
+        if spec.by_channel:
+            faded = self.rows(spec.head_dim), self.rows(spec.head_dim), self.rows(spec.head_dim)
+        constants = {**spec.constants(), "KEY_TILE": config.system_tile}
+        launch = self.launch(delta_system, constants, config.system_warps, meta=SystemMeta)
+        programs = spec.extent(spec.value_heads).programs(chunk)
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                self.view(inputs.query), self.view(inputs.key), self.factors(),
+                self.view(inputs.beta), self.decay(), self.view(inverse), self.view(weights),
+                None if faded is None else Faded(*map(self.view, faded)), spec.variant.scale,
+            )  # fmt: skip
+
+        found = System(inverse, weights, faded)
+        launch(programs, spec.device, [*self.known(), *found.known()], arguments)
+        return found
+
+    def _asking(self, system: System) -> tuple[Any, Any, Any]:
+        """Views of queries and keys that ask a state, and of keys that are written to it."""
+        query, key = self.inputs.query, self.inputs.key
+        query, key, kept = system.faded or (query, key, key)
+        return self.view(query), self.view(key), self.view(kept)
+
+    def _scan_launch(self, kernel: Any, *absent: bool) -> tuple[Launch, int]:
+        """A scan, and how many programs it takes; absent: of what only some calls have."""
+        spec, config = self.spec, self.spec.config
+        tiles = -(-spec.value_dim // config.tile)
+        constants = {
+            **spec.constants(), "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_TILE": config.tile,
+            "TILES": tiles,
+        }  # fmt: skip
+        launch = self.launch(
+            kernel, constants, config.num_warps, config.num_stages, ScanMeta, absent
+        )
+        return launch, spec.sequences * spec.value_heads * tiles
+
+    def scan(
+        self, system: System, output: Tensor | None = None, after: Tensor | None = None,
+        updates: Tensor | None = None, states: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        """Write the output and the last state; or what gradients are made of, for each chunk."""
+        spec, inputs = self.spec, self.inputs
+        before = inputs.initial_state
+        before = None if before is None else before.float().contiguous()
+        launch, programs = self._scan_launch(delta_forward_scan, output is None, after is None)
+
+        def arguments() -> tuple[Any, ...]:
+            asks, (query, key, kept) = output is not None, self._asking(system)
+            return (
+                query if asks else None, key, kept, self.view(inputs.value), self.factors(),
+                self.view(inputs.beta), self.decay(), self.view(system.inverse),
+                self.view(system.weights) if asks else None,
+                self.view(output), self.view(updates), states, before, after, spec.variant.scale,
+            )  # fmt: skip
+
+        tensors = there_are((*system.known(), output, after, updates, states, before))
+        launch(programs, spec.device, [*self.known(), *tensors], arguments)
+
+    def scan_back(
+        self, system: System, grad_output: Tensor, solved: Tensor, grad_states: Tensor,
+        ending: Tensor | None, first: Tensor | None,
+    ) -> None:  # fmt: skip
+        """Write `solved` and the gradients of states; of the initial one too, where there is one.
+
+        ending: gradients of the last states, or None.
+        """
+        spec, inputs = self.spec, self.inputs
+        ending = None if ending is None else ending.float().contiguous()
+        into = None if first is None else first.new_empty(first.shape, dtype=torch.float32)
+        launch, programs = self._scan_launch(
+            delta_reverse_scan, ending is None, first is None, *grad_output.stride()
+        )
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                *self._asking(system), self.view(grad_output), self.factors(),
+                self.view(inputs.beta), self.decay(), self.view(system.inverse),
+                self.view(system.weights), self.view(solved), grad_states, ending, into,
+                spec.variant.scale,
+            )  # fmt: skip
+
+        tensors = there_are((*system.known(), grad_output, solved, grad_states, ending, into))
+        launch(programs, spec.device, [*self.known(), *tensors], arguments)
+        if first is not None and into is not None:
+            first.copy_(into)
+
+    def gradients(
+        self, grad_output: Tensor, kept: tuple[Tensor, ...], gradients: DeltaGradients
+    ) -> None:
+        """Write the gradients of all rows."""
+        spec, inputs, config = self.spec, self.inputs, self.spec.config
+        alone = spec.group == 1 and not spec.variant.normalize_qk
+        of_query, of_key = gradients.query, gradients.key
+        if not alone:
+            of_query, of_key = (self.rows(spec.head_dim, torch.float32) for _ in range(2))
+        constants = {
+            **spec.constants(), "KEY_TILE": config.gradient_tile,
+            "VALUE_TILE": config.gradient_tile,
+        }  # fmt: skip
+        updates, solved, *states = kept
+        # float16 ends at 65504, so there they are narrowed by factors, when they are read.
+        dtype = torch.float32 if inputs.query.dtype == torch.float16 else inputs.query.dtype
+        of_scores, of_pairs = (self.rows(config.chunk, dtype) for _ in range(2))
+        own, of_beta = (torch.empty_like(inputs.beta, dtype=torch.float32, memory_format=torch.contiguous_format) for _ in range(2))
+        programs = spec.extent(spec.value_heads).programs(config.chunk)
+
+        def of_rows_alone() -> tuple[Any, ...]:
+            rows = inputs.value, grad_output, inputs.beta
+            written = updates, solved, of_scores, of_pairs, own, of_beta, gradients.value
+            return (
+                *map(self.view, rows), self.decay(), *map(self.view, written), spec.variant.scale,
+            )  # fmt: skip
+
+        def of_channels() -> tuple[Any, ...]:
+            rows = inputs.query, inputs.key, grad_output
+            pairs = of_scores, of_pairs, own, of_query, of_key, of_beta, gradients.decay
+            return (
+                *map(self.view, rows), self.factors(), self.view(inputs.beta), self.decay(),
+                self.view(updates), self.view(solved), *states, *map(self.view, pairs),
+                spec.variant.scale,
+            )  # fmt: skip
+
+        made = of_scores, of_pairs, own, of_beta, gradients.value, of_query, of_key
+        tensors = [*self.known(), grad_output, *kept, *made, *there_are((gradients.decay,))]
+        options = config.gradient_warps, 1, GradientMeta, grad_output.stride()
+        for kernel, arguments in (
+            (delta_pair_gradients, of_rows_alone), (delta_gradients, of_channels),
+        ):  # fmt: skip
+            self.launch(kernel, constants, *options)(programs, spec.device, tensors, arguments)
+        gradients.beta.copy_(of_beta)
+        if not alone:
+            norms = self.norms or (None, None)
+            self._sum_heads("query", of_query, inputs.query, norms[0], gradients.query)
+            self._sum_heads("key", of_key, inputs.key, norms[1], gradients.key)
+
+    def _sum_heads(
+        self, name: str, found: Tensor, rows: Tensor, factors: Tensor | None, result: Tensor
+    ) -> None:
+        """Write gradients of queries or keys, from those of their value heads."""
+        spec = self.spec
+        constants = {
+            "GROUP": spec.group, "TILE": ROWS, "DIM": spec.head_dim,
+            "WIDTH": next_width(spec.head_dim),
+        }  # fmt: skip
+        launch = self.launch(delta_sum_heads, constants, 4, name=name)
+        views = found, rows, factors, result
+        launch(
+            spec.extent(spec.key_heads).programs(ROWS), spec.device,
+            there_are((self.inputs.cu_seqlens, *views)), lambda: tuple(map(self.view, views)),
+        )  # fmt: skip
+
+    def step(self, states: Tensor, slots: Tensor | None, output: Tensor) -> None:
+        """Write the output of new rows, and change states where they lie."""
+        spec, inputs = self.spec, self.inputs
+        width = next_width(spec.head_dim)
+        tile = min(max(STEP_NUMBERS // width, 16), next_width(spec.value_dim))
+        tiles = -(-spec.value_dim // tile)
+        constants = {
+            **spec.constants(), "ROWS": spec.length, "HEAD_WIDTH": width, "VALUE_TILE": tile,
+            "TILES": tiles, "NORMALIZE": spec.variant.normalize_qk,
+        }  # fmt: skip
+        entries = None if slots is None else len(states)
+        launch = self.launch(delta_step, constants, 4, 1, StepMeta, entries)
+
+        def arguments() -> tuple[Any, ...]:
+            rows = (inputs.query, inputs.key, inputs.value, inputs.beta, inputs.decay, output)
+            return (
+                *map(self.view, rows), Pool(states, slots, entries), spec.variant.scale,
+            )  # fmt: skip
+
+        tensors = [*self.known(), output, *there_are((slots,)), states]
+        launch(spec.sequences * spec.value_heads * tiles, spec.device, tensors, arguments)
+
+    def launch(
+        self, kernel: Any, constants: dict[str, Any], num_warps: int, num_stages: int = 1,
+        meta: type[tuple[Any, ...]] | None = None, *apart: Any, name: str = "",
+    ) -> Launch:  # fmt: skip
+        """A kernel, prepared once. apart: what else tells its launches in calls like this apart."""
+
+        def make() -> Launch:
+            if meta is None:
+                taken = constants
+            else:
+                fields: tuple[str, ...] = meta._fields  # type: ignore[attr-defined]
+                taken = {key: constants[key] for key in fields}
+            options = {"num_warps": num_warps, "num_stages": num_stages}
+            return Launch(kernel, taken, options, meta)
+
+        return remembered(self.spec.launches, (kernel, name, *apart), make)
+
+
+def with_unit_channels(inputs: DeltaInputs) -> DeltaInputs:
+    """The inputs with channels side by side in memory; copied where they are not."""
+
+    def near(rows: Tensor | None) -> Tensor | None:
+        if rows is None or rows.stride(-1) == 1 or rows.shape[-1] == 1:
+            return rows
+        return rows.contiguous()
+
+    query, key, value = map(near, inputs[:3])
+    decay = near(inputs.decay) if inputs.decay_by_channel else inputs.decay
+    return inputs._replace(query=query, key=key, value=value, decay=decay)
