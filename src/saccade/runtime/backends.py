@@ -216,6 +216,10 @@ def _linear_triton_unsupported(problem: LinearProblem) -> str | None:
     return _too_wide(problem) or _triton_device_unsupported(problem.device, None, problem.dtype)
 
 
+def _delta_triton_unsupported(problem: DeltaProblem) -> str | None:
+    return _too_wide(problem) or _triton_device_unsupported(problem.device, None, problem.dtype)
+
+
 def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
     if problem.dtype != torch.bfloat16:  # in float16, sums are narrowed by factors of their own
         return f"it takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
@@ -361,6 +365,7 @@ BACKENDS = (
     BackendEntry(LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, note=_launch_note),
     BackendEntry(LINEAR, BOTH, "reference", _reference_unsupported),
     BackendEntry(DELTA, (*BOTH, "step"), "cpu", _cpu_unsupported),
+    BackendEntry(DELTA, (*BOTH, "step"), "triton", _delta_triton_unsupported, note=_launch_note),
     BackendEntry(DELTA, BOTH, "reference", _reference_unsupported),
 )  # fmt: skip
 """In order of preference."""

@@ -84,20 +84,17 @@ def step(
 ) -> Tensor:
     """Output of a few new rows; see `saccade.gated_delta_rule_step`.
 
-    States of float32 that lie in order are changed where they lie; others are copied, changed and
-    copied back.
+    States change where they lie. A pool whose states do not lie in order is copied, and back.
+
+    state_index: −1 (where it could not be looked at before) is a row of padding: nothing is written
+        to any state, and its output is 0.
     """
     call = DeltaCall.of(inputs, variant, KernelConfig())
     output = empty_delta_results(inputs).output
-    if state.dtype == torch.float32 and state.is_contiguous():
-        call.step(state, state_index, output)
-        return output
-    index: Any = slice(None)
-    if state_index is not None:
-        index = state_index.clamp(min=0)
-    picked = state[index].float().contiguous()
-    call.step(picked, None, output)
-    state[index] = picked.to(state.dtype)
+    pool = state.contiguous()
+    call.step(pool, state_index, output)
+    if pool is not state:
+        state.copy_(pool)
     return output
 
 

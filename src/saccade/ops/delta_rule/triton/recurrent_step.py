@@ -20,7 +20,7 @@ from saccade.ops.delta_rule.triton.chunk_rows import NORM_EPS
 class Pool(NamedTuple):
     """States in memory, and which of them is whose."""
 
-    states: Any  # float32 [entries, value_heads, head_dim, value_dim]
+    states: Any  # [entries, value_heads, head_dim, value_dim]
     slots: Any  # int64 [batch]: the entry of each sequence, −1: of none; None: in order
     entries: Any  # None where slots are
 
@@ -57,7 +57,7 @@ def delta_step(query, key, value, beta, decay, output, pool, scale, META: tl.con
     at = pool.states + ((slot * META.HEADS + head) * (META.HEAD_DIM * META.VALUE_DIM) + place)
     exists = (channels < META.HEAD_DIM)[:, None] & (values < META.VALUE_DIM)[None, :]
     exists = exists & (is_there & (channels >= 0))[:, None]
-    state = tl.load(at, mask=exists, other=0.0)
+    state = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     for row in range(0, META.ROWS):
         if decay is not None:
             if META.BY_CHANNEL:
@@ -75,7 +75,7 @@ def delta_step(query, key, value, beta, decay, output, pool, scale, META: tl.con
         into = row_pointers(output, batch, head, row, values)
         found = tl.where(is_there & (values >= 0), found, 0.0)
         tl.store(into, found.to(output.ptr.dtype.element_ty), mask=values < META.VALUE_DIM)
-    tl.store(at, state, mask=exists)
+    tl.store(at, state.to(pool.states.dtype.element_ty), mask=exists)
 
 
 @triton.jit
