@@ -19,14 +19,40 @@ class DeltaConfig(NamedTuple):
     tile: int  # channels of values that a program of a scan holds
     num_warps: int  # of a scan
     num_stages: int
-    system_tile: int = 64  # channels of keys at a time
-    system_warps: int = 4
-    gradient_tile: int = 32  # channels of keys, and of values, at a time
-    gradient_warps: int = 8
+    system_tile: int  # channels of keys at a time
+    system_warps: int
+    gradient_tile: int  # channels of keys, and of values, at a time
+    gradient_warps: int
 
 
 CHUNKS = (16, 32, 64)
-TENSOR_CORES_FOR_16_BITS = 80  # from this architecture of NVIDIA's on, in Triton
+COLUMNS = (64, 128, 256)
+"""The most channels of keys that a column is for."""
+
+# Entries: DeltaConfig without what depends on the call alone. On Hopper an address takes one
+# register for a whole tile of rows (`tensor_view.tile_pointers`), elsewhere one for each.
+_HOPPER = (
+    DeltaConfig(64, 64, 4, 2, 64, 4, 32, 8),
+    DeltaConfig(64, 64, 4, 2, 64, 4, 32, 8),
+    DeltaConfig(64, 16, 8, 1, 64, 4, 32, 8),
+)
+_AMPERE = (
+    DeltaConfig(64, 64, 4, 2, 32, 8, 16, 8),
+    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 8),
+    DeltaConfig(64, 16, 4, 1, 32, 8, 16, 8),
+)
+_CDNA = (
+    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 4),
+    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 4),
+    DeltaConfig(64, 32, 4, 1, 64, 4, 32, 4),
+)
+# Without tensor cores, float32 and all of Turing: operands lie in shared memory.
+_SLOW = (
+    DeltaConfig(16, 16, 4, 1, 16, 4, 16, 4),
+    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
+    DeltaConfig(16, 16, 16, 1, 16, 4, 16, 4),
+)
+_TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "gfx942": _CDNA}
 
 
 def choose(
@@ -35,32 +61,31 @@ def choose(
 ) -> DeltaConfig:  # fmt: skip
     """The config of a call: `kv_tile` of what the caller gave is the chunk, `query_tile` the tile.
 
-    wide: float32.
+    head_width, value_width: channels of keys and of values, as kernels widen them. wide: float32.
 
     Raises:
         ValueError: for a requested number that no kernel can have.
     """
-    slow = wide or architecture == "sm_75"  # no tensor cores: operands lie in shared memory
-    if slow:
-        chunk, state = (16 if head_width > 128 or by_channel else 32), 2048
-        config = DeltaConfig(chunk, 16, 4, 1, 16, 4, 16, 4)
-    else:
-        chunk, state = 64, 8192
-        config = DeltaConfig(chunk, 64, 4, 1 if by_channel else 2, 64, 4, 32, 8)
-    tile = min(max(state // head_width, 16), value_width, 64)
-    config = config._replace(
-        tile=tile,
+    column = next(column for column, most in enumerate(COLUMNS) if head_width <= most)
+    table = _SLOW if wide else _TABLES.get(architecture, _AMPERE)
+    config = table[column]
+    if by_channel and table is not _SLOW:  # sums of decay and their exponentials for each channel
+        config = config._replace(
+            system_tile=min(config.system_tile, 32), system_warps=max(config.system_warps, 8)
+        )
+    if requested is not None:
+        check(requested)
+        if requested.kv_tile and requested.kv_tile not in CHUNKS:
+            takes = "takes 16, 32 or 64, the rows of a chunk"
+            raise ValueError(f"kv_tile: got {requested.kv_tile}, {takes}")
+        config = config._replace(
+            chunk=requested.kv_tile or config.chunk,
+            tile=requested.query_tile or config.tile,
+            num_warps=requested.num_warps or config.num_warps,
+            num_stages=requested.num_stages or config.num_stages,
+        )
+    return config._replace(
+        tile=min(config.tile, value_width),
         system_tile=min(config.system_tile, head_width),
         gradient_tile=min(config.gradient_tile, head_width, value_width),
-    )
-    if requested is None:
-        return config
-    check(requested)
-    if requested.kv_tile and requested.kv_tile not in CHUNKS:
-        raise ValueError(f"kv_tile: got {requested.kv_tile}, takes 16, 32 or 64 rows of a chunk")
-    return config._replace(
-        chunk=requested.kv_tile or config.chunk,
-        tile=min(requested.query_tile or config.tile, value_width),
-        num_warps=requested.num_warps or config.num_warps,
-        num_stages=requested.num_stages or config.num_stages,
     )
