@@ -141,6 +141,8 @@ LINEAR_IMPLEMENTATIONS = [
 ]
 DELTA_IMPLEMENTATIONS = [  # the reference is compared with itself in ops/delta_rule/test_reference
     Implementation("cpu", small=saccade.KernelConfig(kv_tile=4)),
+    # Interpreted, a sample of the suite runs: tests/ops/delta_rule/triton/test_kernels.py.
+    Implementation("triton", _COMPILED, "cuda", saccade.KernelConfig(kv_tile=16), slow=True),
 ]
 PAGED_IMPLEMENTATIONS = [
     Implementation("reference", batch_invariant=False),

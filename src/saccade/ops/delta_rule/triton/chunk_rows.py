@@ -10,7 +10,7 @@ does not fade.
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
 # pyright: reportAttributeAccessIssue=false
 # pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
-# pyright: reportAssignmentType=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
 
 from __future__ import annotations
 

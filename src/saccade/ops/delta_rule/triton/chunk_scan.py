@@ -4,15 +4,15 @@ A program holds all channels of keys × a tile of those of values, for one seque
 columns of a state know nothing of one another. With T, P and G of chunk_system.py, the state S
 before a chunk, R its gradient behind it, and e^G etc. as factors of rows:
 
-    forwards                                             backwards
-    update = T (beta ∘ (value − (e^G ∘ key) S))          toward = Pᵀ grad + (e^{G_last − G} ∘ key) R
-    output = scale · (e^G ∘ query) S + P update          solved = Tᵀ toward
-    S ← e^{G_last} S + (e^{G_last − G} ∘ key)ᵀ update    R ← e^{G_last} R + scale · (e^G ∘ query)ᵀ grad
-                                                             − (e^G ∘ key)ᵀ (beta ∘ solved)
+    forwards    update = T (beta ∘ (value − (e^G ∘ key) S))
+                output = scale · (e^G ∘ query) S + P update
+                S ← e^{G_last} S + (e^{G_last − G} ∘ key)ᵀ update
+    backwards   solved = Tᵀ (Pᵀ grad_output + (e^{G_last − G} ∘ key) R)
+                R ← e^{G_last} R + scale · (e^G ∘ query)ᵀ grad_output − (e^G ∘ key)ᵀ (beta ∘ solved)
 
-`solved` is the gradient of beta ∘ error. The forward pass keeps nothing but its output. The backward
-pass scans forwards again, and keeps the updates and the state before each chunk; then backwards, and
-keeps `solved` and R. What gradients of rows are made of these is in gradients.py.
+`solved` is the gradient of beta ∘ error. The forward pass keeps nothing but its output. The
+backward pass scans forwards again, and keeps the updates and the state before each chunk; then
+backwards, and keeps `solved` and R. What is made of these is in gradients.py.
 
 Source: Yang et al. 2024 and 2025; here without the products W and U, of which no gradient is needed
 then.
@@ -84,9 +84,9 @@ def delta_forward_scan(
     """One program: the output of one head, for a tile of channels of values; the last state.
 
     query, key, kept: Views of rows that ask the state, and of keys that are written to it: the same
-    keys, unless they fade by channel. output: a View, or None where updates (a View) and states (memory of one for each chunk and
-    head) are wanted instead; then there is no query. before, after: memory of float32 states, or
-    None.
+    keys, unless they fade by channel. output: a View, or None where updates (a View) and states
+    (memory of one for each chunk and head) are wanted instead; then there is no query. before,
+    after: memory of float32 states, or None.
     """
     batch, head, channels, values, number = program_of(META)
     if output is not None:
@@ -114,9 +114,7 @@ def delta_forward_scan(
         errors = (beta_rows * (wanted.to(tl.float32) - said)).to(element)
         written = tl.dot(solve, errors, input_precision=META.PRECISION)
         if updates is not None:
-            store_channels(
-                updates, batch, head, start, exist, values, written, META.VALUE_DIM
-            )
+            store_channels(updates, batch, head, start, exist, values, written, META.VALUE_DIM)
         if output is not None:
             asked, of_rows = load_faded(
                 query, factors.query, decay, batch, head, start, length, exist, channels, META,
@@ -126,9 +124,7 @@ def delta_forward_scan(
             found = found * (unit * (of_rows * scale))
             seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, False)
             found += tl.dot(seen, written.to(element), input_precision=META.PRECISION)
-            store_channels(
-                output, batch, head, start, exist, values, found, META.VALUE_DIM
-            )
+            store_channels(output, batch, head, start, exist, values, found, META.VALUE_DIM)
         turned, factor = load_faded(
             kept, factors.key, decay, batch, head, start, length, exist, channels, META, True, True
         )
@@ -170,16 +166,12 @@ def delta_reverse_scan(
             kept, factors.key, decay, batch, head, start, length, exist, channels, META, True, False
         )
         toward = tl.dot(keys, narrowed, input_precision=META.PRECISION) * (unit * factor)
-        grads = load_channels(
-            grad_output, batch, head, start, exist, values, META.VALUE_DIM, False
-        )
+        grads = load_channels(grad_output, batch, head, start, exist, values, META.VALUE_DIM, False)
         seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, True)
         toward += tl.dot(seen, grads, input_precision=META.PRECISION)
         solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, True)
         found = tl.dot(solve, toward.to(element), input_precision=META.PRECISION)
-        store_channels(
-                solved, batch, head, start, exist, values, found, META.VALUE_DIM
-            )
+        store_channels(solved, batch, head, start, exist, values, found, META.VALUE_DIM)
         beta_rows = load_number(beta, batch, head, start + pairs, exist).to(tl.float32)[:, None]
         asked, of_rows = load_faded(
             query, factors.query, decay, batch, head, start, length, exist, channels, META, False,

@@ -2,13 +2,13 @@
 
 With `update_i = beta_i · error_i`, state S before the chunk and G the sums of decay from its start,
 
-    (I + A) update = beta ∘ (value − (e^G ∘ key) S)        A_ij = beta_i Σ key_i e^{G_i − G_j} key_j
-    output = scale · (e^G ∘ query) S + P update            P_ij = scale Σ query_i e^{G_i − G_j} key_j
+    (I + A) update = beta ∘ (value − (e^G ∘ key) S)       A_ij = beta_i Σ key_i e^{G_i − G_j} key_j
+    output = scale · (e^G ∘ query) S + P update           P_ij = scale Σ query_i e^{G_i − G_j} key_j
 
 with j < i in A and j ≤ i in P, Σ over channels. Both, and T = (I + A)⁻¹, know nothing of S, so they
 are made for all chunks side by side; T and P take memory, [CHUNK] numbers a row. The scans then
-multiply T with the right-hand side as it stands (Yang et al. 2024 multiply it out, as W and U, which
-is one product less in the scan, and takes head_dim + value_dim numbers a row instead).
+multiply T with the right-hand side as it stands (Yang et al. 2024 multiply it out, as W and U,
+which is one product less in the scan, and takes head_dim + value_dim numbers a row instead).
 
 T is exact to float32's rounding whatever the keys are: blocks of 16 rows by substitution, larger
 ones by T₂₁ = −T₂₂ A₂₁ T₁₁, which is substitution by blocks. (A product of powers of A, as
@@ -16,11 +16,11 @@ ones by T₂₁ = −T₂₂ A₂₁ T₁₁, which is substitution by blocks. (
 
 **Decay by channel** is a factor e^{G_i − G_j} that no channel has in common with another, and that
 is no product of two numbers in range: e^{−G_j} is e^{100} after one strong token. But between two
-rows any third one may stand as reference, G_i − G_r and G_r − G_j both being at most 0. So pairs are
-told apart by the smallest block of 2, 4, 8, … rows that holds both: one then lies in its first half
-and one in its second, and r is the last row of the first half. That is a factor for each row and
-size of blocks, at most 1, and one product each: six for 64 rows, where blocks of 16 with pairs of
-their own would take 16 exponentials for each number.
+rows any third one may stand as reference, G_i − G_r and G_r − G_j both being at most 0. So pairs
+are told apart by the smallest block of 2, 4, 8, … rows that holds both: one then lies in its first
+half and one in its second, and r is the last row of the first half. That is a factor for each row
+and size of blocks, at most 1, and one product each: six for 64 rows, where blocks of 16 with pairs
+of their own would take 16 exponentials for each number.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
@@ -86,7 +86,7 @@ def delta_system(
             wide_queries = queries.to(tl.float32) * of_queries
             own += tl.sum(wide_queries * wide_keys, 1)
             sums = load_sums(decay, batch, head, start, exist, channels, META)
-            fade_rows(
+            write_faded(
                 faded, wide_queries, wide_keys, decay, sums, batch, head, start, length, exist,
                 channels, META,
             )  # fmt: skip
@@ -121,7 +121,7 @@ def delta_system(
 
 
 @triton.jit
-def fade_rows(
+def write_faded(
     faded, queries, keys, decay, sums, batch, head, start, length, exist, channels,
     META: tl.constexpr,
 ):  # fmt: skip
@@ -154,9 +154,7 @@ def left_between_rows(decay, batch, head, start, exist, rows, META: tl.constexpr
 
 
 @triton.jit
-def left_between(
-    decay, sums, batch, head, start, length, channels, level, META: tl.constexpr
-):
+def left_between(decay, sums, batch, head, start, length, channels, level, META: tl.constexpr):
     """What is left between each row of a chunk and the reference of its block of 2 · 2^level rows,
     channel by channel: [rows, channels]."""
     rows = tl.arange(0, META.CHUNK)

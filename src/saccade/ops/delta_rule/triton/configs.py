@@ -50,7 +50,7 @@ _CDNA = (
 _SLOW = (
     DeltaConfig(16, 16, 4, 1, 16, 4, 16, 4),
     DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
-    DeltaConfig(16, 16, 16, 1, 16, 4, 16, 4),
+    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
 )
 _TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "gfx942": _CDNA}
 

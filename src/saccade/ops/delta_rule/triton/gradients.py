@@ -7,8 +7,8 @@ R of the state behind it, `update` and `solved` (chunk_scan.py). With dots over 
 
 so no product with (I + A)⁻¹ is left. A row enters with a factor e^G of its own (as queries do, and
 keys where they ask the state), or with e^{−G} (keys that are written); decay's gradient is the sum
-of row · gradient, with a sign for each, over all rows from its own on. Pairs of a row with itself do
-not fade, and are left out of that.
+of row · gradient, with a sign for each, over all rows from its own on. Pairs of a row with itself
+do not fade, and are left out of that.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
@@ -64,7 +64,8 @@ def delta_pair_gradients(
 
     Written are those of P and of A / beta below the diagonal, times scale and decay between two
     rows where all channels have the same (of_scores, of_pairs: Views of CHUNK numbers a row); of P
-    on the diagonal, times scale (own: a View of numbers); of beta as a factor of values (grad_beta).
+    on the diagonal, times scale (own: a View of numbers); of beta as a factor of values
+    (grad_beta).
     """
     batch, head, chunk, _ = updates.find(tl.program_id(0), updates.data, META.CHUNK)
     start = chunk * META.CHUNK
@@ -208,17 +209,18 @@ def within_chunk(
     queries, keys, scaled_keys, so_far, of_scores, of_pairs, decay, sums, batch, head, start,
     length, exist, channels, DTYPE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """Gradients so far, and by way of pairs: of queries, of keys that ask, of keys that are written.
+    """Gradients so far and by way of pairs: of queries, of keys that ask, of keys that are written.
 
     scaled_keys: beta · keys.
     """
     precision: tl.constexpr = META.PRECISION
     asking, asked, written = so_far
     rows = tl.arange(0, META.CHUNK)
-    scores, scores_unit = load_pairs(of_scores, batch, head, start, exist, rows, DTYPE, META, False)
-    pairs, pairs_unit = load_pairs(of_pairs, batch, head, start, exist, rows, DTYPE, META, False)
-    later_scores, later_unit = load_pairs(of_scores, batch, head, start, exist, rows, DTYPE, META, True)
-    later_pairs, last_unit = load_pairs(of_pairs, batch, head, start, exist, rows, DTYPE, META, True)
+    at = batch, head, start
+    scores, scores_unit = load_pairs(of_scores, at, exist, rows, DTYPE, META, False)
+    pairs, pairs_unit = load_pairs(of_pairs, at, exist, rows, DTYPE, META, False)
+    later_scores, later_unit = load_pairs(of_scores, at, exist, rows, DTYPE, META, True)
+    later_pairs, last_unit = load_pairs(of_pairs, at, exist, rows, DTYPE, META, True)
     if META.BY_CHANNEL:
         zero = tl.zeros_like(scores)
         for level in range(0, META.LEVELS):  # not unrolled, as registers are few
@@ -249,11 +251,13 @@ def within_chunk(
 
 @triton.jit
 def load_pairs(
-    view, batch, head, start, exist, rows, DTYPE: tl.constexpr, META: tl.constexpr,
-    TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Gradients of pairs as an operand of a product, and what that is to be multiplied by."""
-    tile = load_channels(view, batch, head, start, exist, rows, META.CHUNK, TRANSPOSED)
+    view, at, exist, rows, DTYPE: tl.constexpr, META: tl.constexpr, TRANSPOSED: tl.constexpr
+):
+    """Gradients of pairs as an operand of a product, and what that is to be multiplied by.
+
+    at: batch entry, head and first row.
+    """
+    tile = load_channels(view, at[0], at[1], at[2], exist, rows, META.CHUNK, TRANSPOSED)
     narrowed, unit = narrow(tile, DTYPE, 1)
     return narrowed, unit
 

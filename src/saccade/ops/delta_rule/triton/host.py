@@ -1,7 +1,7 @@
 """The gated delta rule by Triton kernels: the body that the operators run on GPUs.
 
-    forwards:   sums of decay, lengths of rows → pairs of all chunks → scan
-    backwards:  the same, the scan keeping states → scan back → gradients of all rows → sums over heads
+forwards:   sums of decay, lengths of rows → pairs of all chunks → scan
+backwards:  the same, the scan keeping states → scan back → gradients of all rows → sums over heads
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from saccade.gpu.kernel_args import Extent, row_strides, there_are, view
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import remembered
-from saccade.ops.delta_rule.triton.chunk_rows import Decay, Faded, Factors, delta_norms, delta_sums
+from saccade.ops.delta_rule.triton.chunk_rows import Decay, Factors, Faded, delta_norms, delta_sums
 from saccade.ops.delta_rule.triton.chunk_scan import (
     ScanMeta,
     delta_forward_scan,
@@ -296,7 +296,7 @@ class DeltaCall(NamedTuple):
         query, key, kept = system.faded or (query, key, key)
         return self.view(query), self.view(key), self.view(kept)
 
-    def _scan_launch(self, kernel: Any, *absent: bool) -> tuple[Launch, int]:
+    def _scan_launch(self, kernel: Any, *absent: int) -> tuple[Launch, int]:
         """A scan, and how many programs it takes; absent: of what only some calls have."""
         spec, config = self.spec, self.spec.config
         tiles = -(-spec.value_dim // config.tile)
@@ -376,7 +376,8 @@ class DeltaCall(NamedTuple):
         # float16 ends at 65504, so there they are narrowed by factors, when they are read.
         dtype = torch.float32 if inputs.query.dtype == torch.float16 else inputs.query.dtype
         of_scores, of_pairs = (self.rows(config.chunk, dtype) for _ in range(2))
-        own, of_beta = (torch.empty_like(inputs.beta, dtype=torch.float32, memory_format=torch.contiguous_format) for _ in range(2))
+        shape = inputs.beta.shape
+        own, of_beta = (inputs.beta.new_zeros(shape, dtype=torch.float32) for _ in range(2))
         programs = spec.extent(spec.value_heads).programs(config.chunk)
 
         def of_rows_alone() -> tuple[Any, ...]:

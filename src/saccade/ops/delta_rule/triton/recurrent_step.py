@@ -1,7 +1,7 @@
 """The recurrent step of the gated delta rule: a few new rows of each sequence, as in decoding.
 
-States change where they lie. The step is as fast as they can be read and written; columns of a state
-know nothing of one another, so a program takes a few of them.
+States change where they lie. The step is as fast as they can be read and written; columns of a
+state know nothing of one another, so a program takes a few of them.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
