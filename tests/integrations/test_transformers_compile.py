@@ -92,8 +92,16 @@ def anew() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
-@pytest.mark.parametrize("name", MODELS)
+KINDS = ("plain", "padded", "packed")
+# Each model by two kinds of batches in every run, by the third in the slow one.
+EACH = [
+    pytest.param(name, kind, marks=[pytest.mark.slow] * (place % 3 == number % 3))
+    for number, name in enumerate(MODELS)
+    for place, kind in enumerate(KINDS)
+]
+
+
+@pytest.mark.parametrize(("name", "kind"), EACH)
 def test_one_graph_trains_as_sdpa(name: str, kind: str) -> None:
     ours, theirs = pair(name)
     counter: Any = CompileCounterWithBackend("eager")
@@ -102,7 +110,9 @@ def test_one_graph_trains_as_sdpa(name: str, kind: str) -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", ["plain", "padded", "packed"])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("plain", marks=pytest.mark.slow), "padded", "packed"]
+)
 def test_batches_of_other_lengths_compile_nothing_anew(kind: str) -> None:
     ours, theirs = pair("qwen3")
     counter: Any = CompileCounterWithBackend("aot_eager")

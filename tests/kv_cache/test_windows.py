@@ -295,7 +295,7 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=40,
+    max_examples=20,
     stateful_step_count=50,
     deadline=None,
     derandomize=True,
