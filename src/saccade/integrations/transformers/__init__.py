@@ -46,6 +46,7 @@ from saccade.integrations.transformers.attention import (  # noqa: E402
 from saccade.integrations.transformers.cache import PagedGenerationCache  # noqa: E402
 from saccade.integrations.transformers.latent import LatentLayers  # noqa: E402
 from saccade.integrations.transformers.masks import lazy_mask  # noqa: E402
+from saccade.integrations.transformers.sharding import shard_sequences  # noqa: E402
 from saccade.integrations.transformers.states import (  # noqa: E402
     SequenceStates,
     StateLayers,
@@ -55,4 +56,5 @@ from saccade.integrations.transformers.states import (  # noqa: E402
 __all__ = [
     "AttentionStep", "LatentLayers", "PagedGenerationCache", "SequenceStates", "StateLayers",
     "StateRows", "attention_forward", "lazy_mask", "register",
+    "shard_sequences",
 ]  # fmt: skip

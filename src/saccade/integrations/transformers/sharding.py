@@ -1,0 +1,232 @@
+"""Sequences sharded over ranks: a model of transformers trains on rows that no GPU holds alone.
+
+Every rank has the whole model and is given the same batch. It computes its own rows of all layers;
+attention alone exchanges rows (`saccade.parallel`). Losses and gradients are those of one process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import pad
+
+from saccade import masks, parallel, scores
+from saccade.integrations.transformers.attention import NAME, register
+
+Model = TypeVar("Model", bound=torch.nn.Module)
+
+ATTENDING = ("full_attention", "sliding_attention")  # layers, as configs call them
+IGNORED = -100  # of labels, in transformers
+# What a model's forward pass may be given beside tokens, labels and positions.
+NOT_SHARDED = (
+    "past_key_values", "inputs_embeds", "cache_position", "shift_labels", "num_items_in_batch",
+    "logits_to_keep", "saccade_step", "output_attentions", "output_hidden_states",
+)  # fmt: skip
+
+
+class ShardedRows:
+    """What layers attend by: this rank's rows of a sequence, beside those of other ranks."""
+
+    def __init__(self, plan: parallel.Plan, documents: masks.Mask | None) -> None:
+        """plan: of a causal mask. documents: of sequences packed into one row, else None."""
+        self.plan, self.documents = plan, documents
+        self.plans: dict[Any, parallel.Plan] = {}
+
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, mask: masks.Mask,
+        score: scores.Score | None, scale: float | None, sinks: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        """A layer's attention; see `AttentionStep`."""
+        heads = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
+        plan = self.plans.get((mask, heads))
+        if plan is None:
+            names = ("query_heads", "kv_heads", "head_dim", "value_dim")
+            sizes = self.plan.sizes._replace(**dict(zip(names, heads, strict=True)))
+            seen = mask if self.documents is None else mask & self.documents
+            plan = self.plans[mask, heads] = replace(self.plan, sizes=sizes).for_mask(seen)
+        output = parallel.attention(
+            query, key, value, plan=plan, score=score, scale=scale, sinks=sinks,
+            reduce_gradients=False,
+        )  # fmt: skip
+        return output.transpose(1, 2)
+
+
+def shard_sequences(
+    model: Model, mesh: Any, *, method: str = "auto", reduce_gradients: bool = True
+) -> Model:
+    """Let a causal language model train on sequences whose rows are dealt to ranks, by one call.
+
+    Afterwards `model(input_ids=..., labels=...)` is a collective: every rank gives the same batch,
+    and computes its own rows of it. The loss is that of the whole batch, on every rank. Logits are
+    those of the rank's rows; `model.sequence_plan.unshard(logits, dim=1)` gives all.
+
+    Args:
+        model: one that attends by transformers' AttentionInterface, in causal layers, with or
+            without sliding windows. It is changed in place. Layers that mix rows in other ways
+            (linear attention, convolutions) are refused; so is dropout of attention's weights.
+        mesh: a `ProcessGroup` or a `DeviceMesh` of one dimension, as in `saccade.parallel.plan`.
+        method: as in `saccade.parallel.plan`.
+        reduce_gradients: whether gradients of parameters are summed over ranks as they come, in 32
+            bits. Where False a rank's are those of its own rows, and their sum over ranks is that
+            of the whole batch: for what sums gradients itself. (DDP and FSDP take the mean: have
+            them multiply by the number of ranks.)
+
+    Returns:
+        The model. `input_ids` and `labels` are [batch, length]; `position_ids`, [1, length], say
+        where packed sequences begin anew, and padding is refused.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what it got and what it takes, on every rank.
+
+    Examples:
+        >>> import transformers
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=1,
+        ...     num_attention_heads=2, max_position_embeddings=64,
+        ... )
+        >>> model = transformers.LlamaForCausalLM(config)
+        >>> model = saccade.integrations.transformers.shard_sequences(model, 1)
+        >>> tokens = torch.arange(40)[None]  # under torchrun: a process group in place of 1
+        >>> model(input_ids=tokens, labels=tokens).loss.backward()
+    """
+    _check_layers(model)
+    register()
+    model.set_attn_implementation(NAME)  # type: ignore[operator]
+    sharded = _Sharded(model, mesh, method)
+    model.forward = sharded.forward
+    if reduce_gradients and sharded.group is not None:
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_hook(sharded.summed)
+    return model
+
+
+class _Sharded:
+    """The forward pass of a model whose sequences are sharded."""
+
+    def __init__(self, model: Any, mesh: Any, method: str) -> None:
+        self.model, self.mesh, self.method = model, mesh, method
+        self.whole: Callable[..., Any] = model.forward
+        self.plans: dict[Any, parallel.Plan] = {}
+        config = model.config.get_text_config()
+        heads = config.num_attention_heads
+        self.sizes: dict[str, Any] = {
+            "query_heads": heads,
+            "kv_heads": getattr(config, "num_key_value_heads", None) or heads,
+            "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
+            "dtype": model.dtype,
+        }
+        # What no plan takes is refused before the first step.
+        self.group = parallel.plan(None, 0, mesh, method=method, **self.sizes).group
+
+    def forward(
+        self, input_ids: Tensor | None = None, *, labels: Tensor | None = None,
+        attention_mask: Tensor | None = None, position_ids: Tensor | None = None,
+        use_cache: bool | None = None, **options: Any,
+    ) -> Any:  # fmt: skip
+        """The forward pass of this rank's rows."""
+        _check(input_ids, labels, attention_mask, position_ids, options)
+        assert input_ids is not None
+        documents = _documents_of(position_ids)
+        plan = self.model.sequence_plan = self._plan(input_ids, documents)
+        if position_ids is None:
+            position_ids = torch.arange(plan.length, device=input_ids.device)[None]
+        if labels is not None:
+            shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
+            local = plan.shard(shifted, 1)
+            options |= {
+                "labels": local, "shift_labels": local,
+                "num_items_in_batch": (shifted != IGNORED).sum(),
+            }  # fmt: skip
+        rows = ShardedRows(plan, documents)
+        rows.plans = self.plans if documents is None else {}
+        output = self.whole(
+            input_ids=plan.shard(input_ids, 1), position_ids=plan.shard(position_ids, 1),
+            use_cache=False, saccade_step=rows, **options,
+        )  # fmt: skip
+        if labels is not None and self.group is not None:
+            output.loss = _Total.apply(self.group, output.loss)
+        return output
+
+    def _plan(self, input_ids: Tensor, documents: masks.Mask | None) -> parallel.Plan:
+        """The plan of a batch; of batches of one shape the same one, where nothing is packed."""
+        shape = tuple(input_ids.shape)
+        if documents is None and shape in self.plans:
+            return self.plans[shape]
+        plan = parallel.plan(
+            documents, shape[1], self.mesh, causal=True, method=self.method, batch=shape[0],
+            **self.sizes,
+        )  # fmt: skip
+        if documents is None:
+            self.plans = {shape: plan}  # layers' plans of another length go
+        return plan
+
+    def summed(self, gradient: Tensor) -> Tensor:
+        """A parameter's gradient, summed over ranks."""
+        total = gradient.to(torch.promote_types(gradient.dtype, torch.float32), copy=True)
+        dist.all_reduce(total.contiguous(), group=self.group)
+        return total.to(gradient.dtype)
+
+
+class _Total(torch.autograd.Function):
+    """The sum of all ranks' losses; each rank's gradient is that of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Any, loss: Tensor) -> Tensor:
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        return None, grads[0]
+
+
+def _check_layers(model: Any) -> None:
+    """Refuse layers that mix rows elsewhere than in attention: they would see this rank's alone."""
+    config = model.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - set(ATTENDING)
+    if other:
+        raise ValueError(
+            f"model: got layers of {', '.join(sorted(other))}, takes {' or '.join(ATTENDING)}"
+        )
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Conv1d):
+            raise ValueError(f"model: got {name}, a convolution along rows, takes attention alone")
+
+
+def _documents_of(position_ids: Tensor | None) -> masks.Mask | None:
+    """The mask of sequences packed into one row, which begin anew at position 0."""
+    if position_ids is None or not bool((position_ids[:, 1:] == 0).any()):
+        return None
+    return masks.documents((position_ids == 0).long().cumsum(1))
+
+
+def _check(
+    input_ids: Any, labels: Any, attention_mask: Any, position_ids: Any, options: dict[str, Any]
+) -> None:
+    """Refuse what would be computed of some rows as if they were all."""
+    if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
+        raise TypeError(f"input_ids: got {_kind(input_ids)}, takes a tensor [batch, length]")
+    for name in NOT_SHARDED:
+        if options.get(name) is not None and options[name] is not False:
+            raise ValueError(f"{name}: got some beside sharded sequences, takes None")
+    shape = tuple(input_ids.shape)
+    if labels is not None and tuple(labels.shape) != shape:
+        raise ValueError(f"labels: got {_kind(labels)}, takes the shape of input_ids, {shape}")
+    if attention_mask is not None and not bool(attention_mask.bool().all()):
+        raise ValueError(
+            "attention_mask: got padding, takes None; pack sequences into one row and say by "
+            "position_ids where they begin"
+        )
+    if position_ids is not None and tuple(position_ids.shape) != (1, shape[1]):
+        raise ValueError(f"position_ids: got {_kind(position_ids)}, takes [1, {shape[1]}]")
+
+
+def _kind(value: Any) -> str:
+    return f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,65 @@
+"""Models of transformers train with sequences sharded over ranks as they train on one process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+import sharding_cases
+
+pytestmark = pytest.mark.skipif(
+    not (torch.distributed.is_available() and torch.distributed.is_gloo_available())
+    or not hasattr(os, "fork"),
+    reason="this PyTorch has no gloo, or this system no fork",
+)
+WORLDS = (1, 2, 4)
+REFUSED = {
+    "padding": "attention_mask: got padding, takes None",
+    "embeddings": "inputs_embeds: got some beside sharded sequences",
+    "labels": "labels: got shape (2, 4), takes the shape of input_ids, (2, 8)",
+    "positions": "position_ids: got shape (2, 8), takes [1, 8]",
+    "convolution": "model: got mixer, a convolution along rows",
+    "chunks": "model: got layers of chunked_attention, takes full_attention or sliding_attention",
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
+    folder = tmp_path_factory.mktemp("sharding")
+    program = [sys.executable, sharding_cases.__file__, str(folder), *map(str, WORLDS)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        program, capture_output=True, text=True, timeout=300, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {
+        (world, rank): json.loads(Path(folder / f"trained.{world}.{rank}").read_text("utf-8"))
+        for world in WORLDS
+        for rank in range(world)
+    }
+
+
+@pytest.mark.parametrize("name", sharding_cases.MODELS)
+def test_losses_are_those_of_one_process(trained: dict[tuple[int, int], Any], name: str) -> None:
+    alone = trained[1, 0][name]
+    assert len(alone["losses"]) == sharding_cases.STEPS
+    for found in (ranks[name] for ranks in trained.values() if name in ranks):
+        assert found["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-5)
+        assert found["weights"] == pytest.approx(alone["weights"], rel=0, abs=2e-5)
+
+
+def test_what_cannot_be_sharded_is_refused_on_every_rank(
+    trained: dict[tuple[int, int], Any],
+) -> None:
+    for (world, _), found in trained.items():
+        if world > 1:
+            assert found["refusals"].keys() == REFUSED.keys()
+            assert all(text in found["refusals"][name] for name, text in REFUSED.items())

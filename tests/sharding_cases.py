@@ -1,0 +1,124 @@
+"""Tiny models train with sequences sharded over processes, forked one world after another.
+
+    python tests/sharding_cases.py FOLDER WORLD [WORLD ...]
+
+A world of one process trains as transformers does; each rank writes losses and what its weights
+became, by model, to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import tiny_models
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
+from saccade.integrations.transformers import register, shard_sequences
+
+STEPS = 3
+MODELS = ("llama", "gemma2", "gpt_oss", "packed", "unsummed")
+
+
+def batches(model: str) -> list[dict[str, Tensor]]:
+    """A batch for each step, of lengths that ranks do not divide; some labels are ignored."""
+    generator = torch.Generator().manual_seed(5)
+    found = []
+    for step in range(STEPS):
+        shape = (1, 41) if model == "packed" else (2, 37 + step % 2)
+        tokens = torch.randint(3, tiny_models.VOCABULARY, shape, generator=generator)
+        labels = tokens.masked_fill(torch.rand(shape, generator=generator) < 0.2, -100)
+        batch = {"input_ids": tokens, "labels": labels}
+        if model == "packed":
+            parts = [torch.arange(size) for size in (7, 20 + step, 14 - step)]
+            batch["position_ids"] = torch.cat(parts)[None]
+        found.append(batch)
+    return found
+
+
+def trained(name: str, world: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    make = getattr(tiny_models, name, tiny_models.llama)
+    model: Any = make().float()
+    if world > 1:
+        group = dist.group.WORLD
+        model = shard_sequences(model, group, reduce_gradients=name != "unsummed")
+    else:
+        register()
+        model.set_attn_implementation("saccade")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3)  # unlike Adam it knows the scale
+    model.train()
+    losses = []
+    for batch in batches(name):
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        if world > 1 and name == "unsummed":
+            for parameter in model.parameters():
+                dist.all_reduce(parameter.grad)
+        losses.append(loss.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    sums = [parameter.double().sum().item() for parameter in model.parameters()]
+    return {"losses": losses, "weights": sums}
+
+
+def refusals() -> dict[str, str]:
+    """What is said to batches that cannot be sharded."""
+    model: Any = shard_sequences(tiny_models.llama(), dist.group.WORLD)
+    tokens, found = torch.ones(2, 8, dtype=torch.long), {}
+    for name, options in {
+        "padding": {"attention_mask": tokens.clone().index_fill(1, torch.tensor([0]), 0)},
+        "embeddings": {"inputs_embeds": torch.zeros(2, 8, 64)},
+        "labels": {"labels": tokens[:, :4]},
+        "positions": {"position_ids": tokens},
+    }.items():
+        try:
+            model(input_ids=tokens, **options)
+        except (TypeError, ValueError) as error:
+            found[name] = str(error)
+    model = tiny_models.llama()
+    model.register_module("mixer", torch.nn.Conv1d(4, 4, 3))
+    for name, refused in {"convolution": model, "chunks": tiny_models.llama4()}.items():
+        try:
+            shard_sequences(refused, dist.group.WORLD)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
+def run_rank(rank: int, world: int, folder: Path) -> None:
+    if world > 1:
+        store = FileStore(str(folder / f"store.{world}"), world)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        )
+    models = MODELS if world < 4 else ("llama", "packed")
+    said: dict[str, Any] = {name: trained(name, world) for name in models}
+    if world > 1:
+        said["refusals"] = refusals()
+        dist.destroy_process_group()
+    (folder / f"trained.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
+
+
+def main(folder: Path, worlds: list[int]) -> int:
+    torch.set_num_threads(1)
+    context, failed = multiprocessing.get_context("fork"), 0
+    for world in worlds:
+        ranks = [context.Process(target=run_rank, args=(r, world, folder)) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+            failed += process.exitcode != 0
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))
