@@ -111,6 +111,67 @@ def test_a_state_goes_neither_back_nor_to_others():
     made.check()
 
 
+def test_a_kept_state_is_found_by_what_begins_alike():
+    made = cache(num_states=3)
+    tokens = list(range(10))
+    first = made.allocate(tokens)
+    assert made.state_borders(first, 10) == [8]
+    made.append({first: tokens[:8]})
+    write(made, first, 1)
+    made.append({first: tokens[8:]}, keep=[first])
+    write(made, first, 2)  # in a place of its own
+    second = made.allocate([*tokens[:8], 77, 78])
+    assert (made.length(second), read(made, second)) == (8, [1])
+    made.append({second: [77, 78]})
+    write(made, second, 3)  # which copies what it found
+    third = made.allocate(tokens)
+    assert (read(made, first), read(made, second), read(made, third)) == ([2], [3], [1])
+    assert made.statistics().states_used == 3
+    made.append({third: 1})  # there is no room for a copy: the kept one is given up
+    write(made, third, 4)
+    fourth = made.allocate(tokens)
+    assert made.length(fourth) == 0
+    assert made.state_borders(fourth, 10) == [8]
+    for sequence in (first, second, third, fourth):
+        made.free(sequence)
+    made.check()
+    assert made.statistics().states_used == 0
+
+
+def test_states_that_no_one_may_find_are_not_kept():
+    made = cache(num_states=6)
+    tokens = list(range(8))
+    unnamed, salted, wrong = (
+        made.allocate(),
+        made.allocate(tokens, salt=b"a"),
+        made.allocate(tokens),
+    )
+    made.append({unnamed: 8, salted: tokens, wrong: tokens})
+    made.append({unnamed: 1}, keep=[unnamed])
+    made.append({salted: 1}, keep=[salted])
+    made.free(unnamed)
+    assert made.length(made.allocate([*tokens, 9])) == 0
+    assert made.length(made.allocate([*tokens, 9], salt=b"a")) == 8
+    made.append({wrong: [9]}, keep=[wrong])
+    made.forget(wrong)
+    assert made.length(made.allocate([*tokens, 9])) == 0
+    short = made.allocate([1, 2, 3])
+    assert made.state_borders(short, 3) == made.state_borders(short, 4) == []
+    made.check()
+
+
+def test_where_beginnings_part_a_state_is_worth_keeping():
+    made = cache()
+    tokens = list(range(15))
+    first = made.allocate(tokens)
+    made.append({first: tokens})
+    made.commit(first)
+    other = made.allocate([*tokens[:9], 50, 51, 52, 53])
+    assert (made.length(other), made.state_borders(other, 13)) == (0, [8, 12])
+    made = cache(prefix_caching=False)
+    assert made.state_borders(made.allocate(tokens), 15) == []
+
+
 def test_layers_with_states_alone_need_no_pages():
     made = saccade.PagedCache({}, windows=[], kv_heads=[], head_dim=[], states=STATES, num_states=2)
     sequence = made.allocate([1, 2])
@@ -142,48 +203,50 @@ def test_a_cache_without_states_says_so():
 
 
 def test_no_state_is_ever_another_sequences():
-    """Random calls: each sequence's state is what was last written for it."""
+    """Random calls on sequences of one and the same token, whose states say how long they are."""
     chance = random.Random(0)
-    made = cache(num_states=4, host_states=2, num_pages=40)
-    value = 0
-    held: dict[int, int] = {}
+    made = cache(num_states=6, host_states=2, num_pages=40)
     away: set[int] = set()
-    for _ in range(300):
-        here = [each for each in held if each not in away]
+    lengths: dict[int, int] = {}
+    grown = found = 0
+    for _ in range(400):
+        here = [each for each in lengths if each not in away]
         what = chance.choice(
-            ["begin", "grow", "grow", "fork", "out", "in", "free", "free", "compact"]
+            ["begin", "begin", "grow", "grow", "fork", "out", "in", "free", "free", "compact"]
         )
+        new: dict[int, int] = {}
         try:
-            if what == "begin":
-                sequence = made.allocate()
-                made.append({sequence: chance.randint(1, 6)})
-                held[sequence] = value = value + 1
-                write(made, sequence, value % 256)
+            if what == "begin" and len(lengths) < 5:
+                length = chance.randint(3, 14)
+                sequence = made.allocate([1] * length)
+                lengths[sequence] = made.length(sequence)
+                found += lengths[sequence] > 0
+                new = {sequence: length - lengths[sequence]}
             elif what == "grow" and here:
                 some = chance.sample(here, chance.randint(1, len(here)))
-                made.append(dict.fromkeys(some, 1))
-                for each in some:
-                    held[each] = value = value + 1
-                    write(made, each, value % 256)
-            elif what == "fork" and here and len(held) < 5:
-                of = chance.choice(here)
-                held[made.fork(of)] = held[of]
+                new = {each: chance.randint(1, 3) for each in some}
+            elif what == "fork" and here and len(lengths) < 5:
+                lengths[made.fork(here[0])] = lengths[here[0]]
             elif what == "out" and here:
-                made.swap_out(of := chance.choice(here))
-                away.add(of)
+                made.swap_out(here[0])
+                away.add(here[0])
             elif what == "in" and away:
-                made.swap_in(of := chance.choice(sorted(away)))
+                made.swap_in(of := min(away))
                 away.discard(of)
-            elif what == "free" and held:
-                made.free(of := chance.choice(sorted(held)))
-                del held[of]
+            elif what == "free" and lengths:
+                made.free(of := chance.choice(sorted(lengths)))
                 away.discard(of)
+                del lengths[of]
             elif what == "compact":
                 made.compact()
+            made.append({each: [1] * count for each, count in new.items()}, keep=here)
+            for each, count in new.items():
+                lengths[each] += count
+                write(made, each, lengths[each])
+                grown += 1
         except saccade.OutOfPagesError:
-            for each in set(made._everything[0].sequences) - set(held):
-                made.free(each)  # begun, and never grown
+            pass
         made.check()
-        for each in held.keys() - away:
-            assert read(made, each) == [held[each] % 256]
-    assert value > 60
+        for each in lengths.keys() - away:
+            assert not lengths[each] or read(made, each) == [lengths[each]]
+    assert grown > 50 and found > 5

@@ -51,9 +51,9 @@ def made(name: str, **options: Any) -> saccade.Engine:
     return found
 
 
-def assert_right(name: str, served: saccade.Engine, **options: Any) -> None:
-    results = served.generate(PROMPTS, max_new_tokens=NEW_TOKENS, stop_tokens=(), **options)
-    wanted = [uncached(name, tuple(prompt)) for prompt in PROMPTS]
+def assert_right(name: str, served: saccade.Engine, new_tokens: int = NEW_TOKENS) -> None:
+    results = served.generate(PROMPTS, max_new_tokens=new_tokens, stop_tokens=())
+    wanted = [uncached(name, tuple(prompt), new_tokens) for prompt in PROMPTS]
     assert [result.tokens for result in results] == wanted
     assert_nothing_is_held(served)
 
@@ -85,15 +85,17 @@ def test_mixed_steps_and_slots_that_others_had(name: str) -> None:
     served = made(name)
     assert_right(name, served)
     assert_right(name, served)
-    assert served.cache.num_states == 4
-    assert served.statistics().cached_tokens == 0
+    assert served.max_sequences == 4
+    assert served.statistics().cached_tokens > 0
 
 
-@pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba", "Falcon-H1"])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+@pytest.mark.parametrize(
+    ("name", "preemption"),
+    [("Qwen3-Next", "swap"), ("Jamba", "recompute"), ("Falcon-H1", "swap"), ("LFM2", "recompute")],
+)
 def test_requests_that_give_way(name: str, preemption: Any) -> None:
-    served = made(name, num_pages=10, preemption=preemption)
-    assert_right(name, served)
+    served = made(name, num_pages=8, preemption=preemption)
+    assert_right(name, served, 8)
     assert served.statistics().preemptions > 0
     swapped = served.statistics().cache.swapped_out
     assert (swapped > 0) == (preemption == "swap")
@@ -111,6 +113,24 @@ def test_steps_ahead_and_padded_batches(name: str) -> None:
     for other, prompt in zip(others, PROMPTS[1:], strict=True):
         assert other.result().tokens == uncached(name, tuple(prompt))[:3]
     served.run()
+    assert_nothing_is_held(served)
+
+
+@pytest.mark.parametrize("name", ["Qwen3-Next", "Jamba", "LFM2"])
+def test_beginnings_are_shared_where_a_state_was_kept(name: str) -> None:
+    served = made(name, max_sequences=2, num_pages=40)
+
+    def served_tokens(prompt: list[int]) -> int:
+        (found,) = served.generate([prompt], max_new_tokens=NEW_TOKENS, stop_tokens=())
+        assert found.tokens == uncached(name, tuple(prompt))
+        return found.statistics.cached_tokens
+
+    common, ends = [*range(20, 34)], ([50, 51, 52], [60, 61, 62], [70, 71, 72])
+    assert served_tokens(common + ends[0]) == 0
+    assert served_tokens(common + ends[0]) == 16  # the last full page before its last token
+    assert served_tokens(common + ends[0] + [5] * 6) == 16  # and so for what goes on from it
+    assert served_tokens(common + ends[1]) == 0  # its beginning has pages, and no state yet
+    assert served_tokens(common + ends[2]) == 12  # which that one has left there
     assert_nothing_is_held(served)
 
 
@@ -170,9 +190,12 @@ def test_memory_is_shared_by_states_and_pages() -> None:
     states = sum(pool.nbytes for pool in served.cache.states)
     pages = sum(tensor.nbytes for tensor in served.cache.pages(0)[:2] if tensor is not None)
     assert 50_000 < states + pages <= 100_000
-    assert served.max_sequences == served.cache.num_states < 64
-    with pytest.raises(ValueError, match=f"n: got 64, takes at most .*{served.max_sequences}"):
-        served.submit_samples([1, 2], 64)
+    assert served.max_sequences == min(64, served.cache.num_states)
+    few = saccade.Engine(model("Qwen3-Next"), memory=30_000, page_size=4, max_sequences=64)
+    assert few.max_sequences == few.cache.num_states < 64
+    with pytest.raises(ValueError, match=f"n: got 64, takes at most .*{few.max_sequences}"):
+        few.submit_samples([1, 2], 64)
+    assert_right("Qwen3-Next", few)
     with pytest.raises(
         ValueError, match="memory: got 10 bytes, takes at least a page's and of one"
     ):

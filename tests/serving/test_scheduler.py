@@ -128,7 +128,7 @@ def test_one_request_alone_without_pages_is_an_error_that_loses_nothing(monkeypa
     alone = request(0, 6)
     scheduler.add(alone)
 
-    def refuse(tokens):
+    def refuse(tokens, **options):
         raise OutOfPagesError(2, 0, "device")
 
     with monkeypatch.context() as patch:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from saccade.kv_cache import sequences as changes
 from saccade.kv_cache.pool import at_once, locked
-from saccade.kv_cache.sequences import WHOLE, Change, Group, GroupGrowth, PageList, Tokens
+from saccade.kv_cache.sequences import Change, Group, GroupGrowth, PageList, Tokens
 from saccade.kv_cache.storage import (
     LayerPages,
     LayerSizes,
@@ -101,8 +101,8 @@ class PagedCache:
 
     Layers that keep a state of a whole sequence (recurrent ones, convolutions) have their tensors
     in `states`: a sequence holds one number of them, which is copied, swapped and freed with its
-    pages. A state cannot go back to an earlier token, so beginnings are not shared by the prefix
-    cache where there are states; forks share one until either of the two grows.
+    pages. A state cannot go back to an earlier token, so a beginning is shared only as far as its
+    state was kept (`keep` of `append`); forks share one until either of the two grows.
 
     Args:
         num_pages: pages of the pool; each holds `page_size` tokens in every layer. With `windows`
@@ -120,10 +120,10 @@ class PagedCache:
         window: tokens that a token sees before itself, as in `masks.window(window)`: pages behind
             it are let go, and `attend` applies the mask. None: everything is seen.
         windows: instead of num_layers and window, a window or None for each layer.
-        prefix_caching: whether full pages are found again by equal beginnings; never with states.
+        prefix_caching: whether full pages are found again by equal beginnings.
         states: the shape and dtype of each tensor that a sequence has beside its pages.
-        num_states, host_states: sequences that can have such states at once, on the device and on
-            the host.
+        num_states, host_states: such states that there can be at once, on the device and on the
+            host: one for each sequence, and what is kept for others as far as there is room.
 
     Attributes:
         windows: the window of each group: None first, then the widest.
@@ -185,7 +185,6 @@ class PagedCache:
         self._grouped = windows is not None
         sizes_of_states = _states_of(states, num_states, host_states)
         of_layers = _windows_of(num_layers, window, windows, paged=not sizes_of_states)
-        prefix_caching = prefix_caching and not sizes_of_states
         value_dim = head_dim if value_dim is None else value_dim
         sizes = _sizes_of(
             len(of_layers), {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
@@ -212,7 +211,9 @@ class PagedCache:
         self.latent = latent
         of_states = StateMemory(sizes_of_states, num_states, host_states, self.device)
         self.states, self.num_states = of_states.pools, num_states if sizes_of_states else 0
-        self._states = [Group(of_states, WHOLE, None, False)] if sizes_of_states else []
+        self._states = [
+            Group(of_states, page_size, None, prefix_caching, whole=True)
+        ] if sizes_of_states else []  # fmt: skip
         self._everything = [*self.groups, *self._states]  # that a call changes
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -247,6 +248,7 @@ class PagedCache:
         tokens: Mapping[int, int | Sequence[int]],
         *,
         spare: Sequence[int | None] | None = None,
+        keep: Collection[int] = (),
     ) -> Any:
         """Make room for new tokens of any number of sequences, in one step.
 
@@ -259,6 +261,9 @@ class PagedCache:
             spare: for each group None, or, where these tokens are attended to where they are and
                 not in pages, how many of them may be trimmed: a group with a window keeps what is
                 seen from there on. Tokens before that have slots of -1, and take no pages.
+            keep: sequences whose states, as they are before these tokens, others may find that
+                begin alike. They end with a full page of tokens that were named; others are left
+                out, and so is what there is no room for.
 
         Returns:
             int64 [tokens]: the slot of each new token, sequence after sequence, as `write_kv_cache`
@@ -268,7 +273,7 @@ class PagedCache:
             OutOfPagesError: if there are too few pages for all of it; then nothing has changed.
             KeyError, ValueError: for a sequence that is not there, or is swapped out.
         """
-        slots = self.grow(tokens, spare=spare)
+        slots = self.grow(tokens, spare=spare, keep=keep)
         of_groups = slots if self._grouped else [slots]
         return self._by_group(
             [torch.tensor(each, dtype=torch.int64, device=self.device) for each in of_groups]
@@ -280,12 +285,13 @@ class PagedCache:
         tokens: Mapping[int, int | Sequence[int]],
         *,
         spare: Sequence[int | None] | None = None,
+        keep: Collection[int] = (),
     ) -> Any:
         """`append` whose slots are plain numbers: nothing waits for the device."""
         new = _new_tokens(tokens)
         spares = [None] * len(self.groups) if spare is None else spare
         growths = [
-            GroupGrowth(group, new, spared)
+            GroupGrowth(group, new, spared, keep)
             for group, spared in zip(
                 self._everything, [*spares, *[None] * len(self._states)], strict=True
             )
@@ -426,6 +432,19 @@ class PagedCache:
                 )
             found += held
         return found
+
+    @locked
+    def state_borders(self, sequence: int, length: int) -> list[int]:
+        """Where a state is worth keeping while a sequence grows to so many tokens.
+
+        That is after its last full page that others can find (one token is left to compute), and
+        where pages were known of its beginning but no state.
+        """
+        if not any(group.prefix_caching for group in self._states):
+            return []
+        held = self._everything[-1].find(sequence)
+        last = max(length - 1, 0) // self.page_size * self.page_size
+        return sorted({each for each in (held.known, last) if held.length < each <= last})
 
     def pages(self, layer: int) -> LayerPages:
         """A layer's tensors, by the names of `attention_paged`'s arguments."""

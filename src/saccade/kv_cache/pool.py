@@ -301,6 +301,20 @@ class PrefixIndex:
             before = digest
         return found
 
+    def entries(self, tokens: Sequence[int], root: bytes) -> list[PrefixEntry]:
+        """What the full pages of some tokens would be known by."""
+        found: list[PrefixEntry] = []
+        for start in range(0, len(tokens) - self.page_size + 1, self.page_size):
+            wanted = tuple(tokens[start : start + self.page_size])
+            before = found[-1].digest if found else root
+            found.append(PrefixEntry(self.digest(before, wanted), before, wanted))
+        return found
+
+    def knows(self, entry: PrefixEntry) -> int | None:
+        """The page that is known by an entry."""
+        page = self.page_of.get(entry.digest)
+        return None if page is None or self.entry_of[page] != entry else page
+
     def publish(self, page: int, before: bytes, tokens: Sequence[int]) -> bytes:
         """Make a full page known, unless another one with the same beginning is; its digest."""
         digest = self.digest(before, tokens)

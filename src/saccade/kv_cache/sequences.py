@@ -6,13 +6,14 @@ that a group counts follows from its sequences, and is counted again after an in
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
-from saccade.kv_cache.pool import PagePool, PrefixIndex, at_once
+from saccade.kv_cache.pool import PagePool, PrefixEntry, PrefixIndex, at_once
 from saccade.kv_cache.storage import Memory
 
 Tokens = int | Sequence[int]  # new tokens, or only how many
@@ -32,6 +33,7 @@ class PageList:
         digests: of the leading full pages that were offered to the prefix index.
         cached: tokens that were found in the prefix index. copies: pages copied on write.
         host_pages: where its pages lie on the host, while it is swapped out.
+        known: tokens of its beginning whose pages were known, where the state after them was not.
     """
 
     before: bytes
@@ -43,6 +45,7 @@ class PageList:
     cached: int = 0
     copies: int = 0
     host_pages: list[int | None] | None = None
+    known: int = 0
 
     @property
     def kept(self) -> list[int]:
@@ -82,6 +85,8 @@ class Group:
 
     States of whole sequences are such a group, too. Its pages are `WHOLE`: a sequence has one as
     soon as it has a token, never a full one, and copies it before it writes where others hold it.
+    A state after full pages of tokens can be known as these are: then it is copied as well, and
+    the one before stays for others.
 
     Attributes:
         window: tokens that a token of these layers sees before itself; None: all.
@@ -91,12 +96,14 @@ class Group:
     """
 
     def __init__(
-        self, memory: Memory, page_size: int, window: int | None, prefix_caching: bool
-    ) -> None:
-        self.memory, self.page_size, self.window = memory, page_size, window
+        self, memory: Memory, page_size: int, window: int | None, prefix_caching: bool,
+        *, whole: bool = False,
+    ) -> None:  # fmt: skip
+        self.memory, self.window, self.whole = memory, window, whole
+        self.page_size = WHOLE if whole else page_size
         self.prefix_caching = prefix_caching
         self.index = PrefixIndex(page_size)
-        kind = "states" if page_size == WHOLE else "pages"
+        kind = "states" if whole else "pages"
         self.pool = PagePool(memory.num_pages, "device", self.index.forget, kind)
         self.host_pool = PagePool(memory.host_pages, "host", lambda page: None, kind)
         self.sequences: dict[int, PageList] = {}
@@ -122,7 +129,7 @@ class Group:
         What an interrupt leaves half done is mended, so `torn` is set by the caller.
         """
         held.written = held.length
-        if not self.prefix_caching:
+        if not self.prefix_caching or self.whole:
             return
         known = min(held.written, len(held.tokens))
         for number in range(len(held.digests), known // self.page_size):
@@ -136,11 +143,34 @@ class Group:
     def forget(self, held: PageList) -> None:
         """Take a sequence's full pages, and others of the same tokens, out of the prefix index."""
         self.torn = True
-        for digest in held.digests:
+        digests = held.digests
+        if self.whole:
+            digests = [entry.digest for entry in self.index.entries(held.tokens, held.before)]
+        for digest in digests:
             page = self.index.page_of.get(digest)
             if page is not None:
                 self.index.forget(page)
         self.mend()
+
+    def known_state(
+        self, tokens: Sequence[int], root: bytes, most: int
+    ) -> tuple[int, list[int | None]]:
+        """How many of the first pages of tokens a state is known after, and that state, if any."""
+        if self.prefix_caching:
+            entries = self.index.entries(tokens[: most * self.index.page_size], root)
+            for count in range(len(entries), 0, -1):
+                page = self.index.knows(entries[count - 1])
+                if page is not None:
+                    return count, [page]
+        return 0, []
+
+    def border_of(self, held: PageList) -> PrefixEntry | None:
+        """What the state of a sequence would be known by, if it is one after full pages."""
+        if not self.prefix_caching or held.length == 0 or len(held.tokens) < held.length:
+            return None
+        if held.length % self.index.page_size:
+            return None
+        return self.index.entries(held.tokens[: held.length], held.before)[-1]
 
     def mend(self) -> None:
         """Count anew, from the sequences, what an exception may have left half counted."""
@@ -181,6 +211,7 @@ class Change:
         sequences: as they will be; those in the group stay as they are.
         ended: the numbers of those that will not be there.
         written: sequences, as they are, all of whose tokens are written.
+        kept: pages with states, and what these are known by from now on.
         overwritten: pages that will hold other tokens than they are known by.
         dropped, dropped_on_host: pages that the sequences will hold no longer.
         counts: what the group will count.
@@ -190,6 +221,7 @@ class Change:
     sequences: dict[int, PageList] = field(default_factory=dict)
     ended: list[int] = field(default_factory=list)
     written: list[PageList] = field(default_factory=list)
+    kept: list[tuple[int, PrefixEntry]] = field(default_factory=list)
     overwritten: list[int] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)
     dropped_on_host: list[int] = field(default_factory=list)
@@ -202,6 +234,8 @@ def enter(changes: Sequence[Change]) -> None:
         change.group.torn = True
         for held in change.written:
             change.group.publish(held)
+        for page, entry in change.kept:
+            change.group.index.publish(page, entry.before, entry.tokens)
         for page in change.overwritten:
             change.group.index.forget(page)
     at_once(
@@ -226,15 +260,25 @@ def enter(changes: Sequence[Change]) -> None:
 def begun(groups: Sequence[Group], number: int, tokens: list[int], salt: bytes) -> list[Change]:
     """A new sequence with the pages that hold the beginning of its tokens in every group."""
     root = PrefixIndex.root(salt)
-    found = [group.index.match(tokens, root) if group.prefix_caching else [] for group in groups]
-    matched = min(map(len, found))
+    found = [
+        group.index.match(tokens, root) if group.prefix_caching else []
+        for group in groups
+        if not group.whole
+    ]
+    page_size = groups[0].index.page_size
+    known = matched = min(map(len, found), default=max(len(tokens) - 1, 0) // page_size)
+    states: list[int | None] = []
+    if groups[-1].whole:  # pages are of use as far as there is a state
+        matched, states = groups[-1].known_state(tokens, root, known)
     changes = []
-    for group, pages in zip(groups, found, strict=True):
-        length = matched * group.page_size
-        held = PageList(
-            root, [page for page, _ in pages[:matched]], tokens[:length], length, length,
-            [digest for _, digest in pages[:matched]], cached=length,
-        )  # fmt: skip
+    for group, pages in itertools.zip_longest(groups, found):
+        length = matched * page_size
+        held = PageList(root, states, tokens[:length], length, length, cached=length)
+        if group.whole:
+            held.known = known * page_size if found else 0
+        else:
+            held.pages = [page for page, _ in pages[:matched]]
+            held.digests = [digest for _, digest in pages[:matched]]
         group.torn = True
         group.pool.hold(held.kept)
         counts = Counter(asked=len(tokens), matched=length)
@@ -349,7 +393,8 @@ class Growth(NamedTuple):
 
     Attributes:
         num_tokens: that are new.
-        copies: whether it must copy its last page before it writes there, as others hold it too.
+        copies: whether it copies its last page before it writes there, as others hold it too, or
+            may find it later.
         skipped: pages between its last one and the next, which no token will see.
         pages: how many it gets beside the copy.
     """
@@ -366,11 +411,14 @@ class Growth(NamedTuple):
 class GroupGrowth:
     """New tokens of any number of sequences in one group, and the pages that they need.
 
+    keep: sequences whose states may be found by others from now on, where there is room.
     spare: None, or pages that no token sees any more are not taken, and their tokens have slots of
         -1: those behind the window of the token that is so many before the end.
     """
 
-    def __init__(self, group: Group, tokens: Mapping[int, Tokens], spare: int | None):
+    def __init__(
+        self, group: Group, tokens: Mapping[int, Tokens], spare: int | None, keep: Collection[int]
+    ):
         self.group, self.spare = group, spare
         self.sequences: list[Growth] = []
         holders: dict[int, int] = {}
@@ -383,16 +431,43 @@ class GroupGrowth:
             skipped = max(first_kept - have, 0)
             pages = max(-(-length // group.page_size) - have - skipped, 0)
             self.sequences.append(Growth(sequence, held, new, count, copies, skipped, pages))
+        self.kept: list[tuple[int, PrefixEntry]] = []
+        if group.whole:
+            self._keep(keep)
+
+    def _keep(self, asked: Collection[int]) -> None:
+        """Let states be copied that others may find, as far as there is room for it."""
+        group = self.group
+        room = group.pool.available - self.needed
+        for number, each in enumerate(self.sequences):
+            if not each.held.pages or not each.num_tokens:
+                continue
+            entry = group.border_of(each.held) if each.sequence in asked else None
+            page = each.held.pages[0]
+            assert page is not None  # a state is never let go of
+            if entry is None and page not in group.index:
+                continue
+            if not each.copies and room <= 0:
+                continue
+            room -= not each.copies
+            self.sequences[number] = each._replace(copies=True)
+            if entry is not None and group.index.knows(entry) is None:
+                self.kept.append((page, entry))
+
+    @property
+    def needed(self) -> int:
+        """Pages that are taken."""
+        return sum(each.pages + each.copies for each in self.sequences)
 
     def require(self) -> None:
         """Raise OutOfPagesError if there are too few pages."""
-        self.group.pool.require(sum(each.pages + each.copies for each in self.sequences))
+        self.group.pool.require(self.needed)
 
     def grown(self) -> tuple[Change, list[int]]:
         """Sequences with their new tokens, and the slots of these; pages are taken and copied."""
         group = self.group
         group.torn = True
-        change, slots = Change(group), list[int]()
+        change, slots = Change(group, kept=self.kept), list[int]()
         sources, targets = [], []
         for each in self.sequences:
             last = each.held.pages[-1] if each.held.pages else None
@@ -410,7 +485,7 @@ class GroupGrowth:
             change.dropped += released
             change.counts["released"] += len(released)
             change.sequences[each.sequence] = longer
-            if group.page_size != WHOLE:
+            if not group.whole:
                 slots += _slots(longer, each.num_tokens, group.page_size)
         group.memory.copy(sources, targets)
         change.counts["copied"] += len(sources)

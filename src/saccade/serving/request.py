@@ -70,6 +70,7 @@ class Request:
         computed_from_cache: prompt tokens that the prefix cache held when it first started.
         recomputed: tokens that were computed again after it lost its pages.
         most_pages: the most pages that it held at once.
+        borders: where chunks of it end, so that a state can be kept there.
         reason: why it is done: "length", "stop_token", "stop_string", "cancelled" or "error".
     """
 
@@ -89,6 +90,7 @@ class Request:
     preemptions: int = 0
     recomputed: int = 0
     most_pages: int = 0
+    borders: list[int] = field(default_factory=list)
     reason: str | None = None
     error: BaseException | None = None
 

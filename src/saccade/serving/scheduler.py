@@ -67,6 +67,13 @@ class Chunk(NamedTuple):
         """Whether its tokens are known by now; else it is the one that a step under way gives."""
         return self.start < self.request.num_tokens
 
+    def cut(self, borders: Sequence[int]) -> Chunk:
+        """The part of it before the first of some borders, or all of it where none is within."""
+        for border in borders:
+            if self.start < border < self.stop:
+                return Chunk(self.request, self.start, border, False)
+        return self
+
     def following(self, rows: int) -> Chunk:
         """What comes after this chunk: the one token that it gives, or at most so many others."""
         if self.draws:
@@ -174,7 +181,10 @@ class Scheduler:
             if not chunks:
                 return None
             try:
-                slots = self._cache.grow({_sequence(c.request): c.rows for c in chunks})
+                slots = self._cache.grow(
+                    {_sequence(c.request): c.rows for c in chunks},
+                    keep=[_sequence(c.request) for c in chunks if c.start in c.request.borders],
+                )
             except OutOfPagesError:
                 if len(self.running) == 1:
                     raise
@@ -282,7 +292,7 @@ class Scheduler:
     def _chunks_of_running(self) -> list[Chunk]:
         rows, chunks = self._max_batch_tokens, []
         for request in sorted(self.running, key=lambda request: request.left > 1):
-            chunk = Chunk.next_of(request, rows)
+            chunk = Chunk.next_of(request, rows).cut(request.borders)
             if chunk.rows:
                 chunks.append(chunk)
                 rows -= chunk.rows
@@ -302,7 +312,7 @@ class Scheduler:
                 break
             del self.waiting[0]
             self._run(request)
-            chunks.append(Chunk.next_of(request, rows))
+            chunks.append(Chunk.next_of(request, rows).cut(request.borders))
             rows, left = rows - chunks[-1].rows, left - request.width
         return chunks
 
@@ -330,6 +340,7 @@ class Scheduler:
             self._cache.free(sequence)
             return False
         request.sequence, request.computed = sequence, found
+        request.borders = self._cache.state_borders(sequence, request.num_tokens)
         if request.times.started is None:
             request.times.started = time.perf_counter()
             request.computed_from_cache = found
@@ -391,6 +402,7 @@ def _sequence(request: Request) -> int:
 
 MOST_MEMORY = 2**30  # unasked, on a CPU
 PART_OF_FREE = 0.8  # of a GPU's memory, unasked
+STATES_OF_EACH = 2  # sequence that runs: its own, and one that is kept for others
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)  # beside these lie scales, in float32
 
 
@@ -438,14 +450,16 @@ def _num_pages(
     sequences: int,
 ) -> tuple[dict[int | None, int], int]:  # fmt: skip
     """Pages for each group of layers, and states, in proportion to what they can use."""
+    num_states = STATES_OF_EACH * sequences
     if capacity.num_pages is not None:
         if capacity.memory is not None:
             raise ValueError("memory: got it beside num_pages, takes one of the two")
-        pages = capacity.num_pages
-        check_number("num_pages", pages, least=1)
-        return {
-            window: pages if window is None else min(pages, most) for window, most in useful.items()
-        }, sequences
+        asked = capacity.num_pages
+        check_number("num_pages", asked, least=1)
+        pages = {
+            window: asked if window is None else min(asked, most) for window, most in useful.items()
+        }
+        return pages, num_states
     of_page = {
         window: sum(
             page_bytes(layer, dtype, capacity.page_size)
@@ -455,7 +469,7 @@ def _num_pages(
         for window in useful
     }
     of_states = sum(state.bytes for state in model.states)
-    all_useful = sum(useful[window] * of_page[window] for window in useful) + sequences * of_states
+    all_useful = sum(useful[window] * of_page[window] for window in useful) + num_states * of_states
     memory = capacity.memory
     if memory is None:
         memory = min(all_useful, _free_memory(model.device))
@@ -465,9 +479,8 @@ def _num_pages(
         if memory < least:
             beside = " and of one sequence's states" if of_states else ""
             raise ValueError(f"memory: got {memory} bytes, takes at least a page's{beside} {least}")
-    return {window: max(1, most * memory // all_useful) for window, most in useful.items()}, max(
-        1, sequences * memory // all_useful
-    )
+    pages = {window: max(1, most * memory // all_useful) for window, most in useful.items()}
+    return pages, max(1, num_states * memory // all_useful)
 
 
 def page_bytes(layer: LayerShape, dtype: torch.dtype, page_size: int) -> int:

@@ -111,8 +111,7 @@ def explain_states(model: PackedModel, cache: saccade.PagedCache) -> str:
     of_one = sum(state.bytes for state in model.states)
     said = (
         f"{len(model.state_layers)} layers keep a state of each sequence: {of_one / 1e6:,.3g} MB, "
-        f"for {cache.num_states} sequences {cache.num_states * of_one / 1e6:,.3g} MB beside pages; "
-        "equal beginnings of prompts are computed for each"
+        f"{cache.num_states} of them take {cache.num_states * of_one / 1e6:,.3g} MB beside pages"
     )
     by_token = model.state_layers.by_token
     if by_token:
