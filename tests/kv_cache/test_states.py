@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import interrupts
 import pytest
 import torch
 
@@ -250,3 +251,60 @@ def test_no_state_is_ever_another_sequences():
         for each in lengths.keys() - away:
             assert not lengths[each] or read(made, each) == [lengths[each]]
     assert grown > 50 and found > 5
+
+
+TEXT = list(range(1, 20))
+
+
+class Ending:
+    """Calls of a cache until one of them is interrupted; a state says which tokens it is after."""
+
+    def __init__(self, interrupt: interrupts.Interrupt):
+        self.made, self.interrupt = cache(num_states=4), interrupt
+
+    def call(self, name: str, *arguments: Any, **options: Any) -> Any:
+        with self.interrupt.armed():
+            return getattr(self.made, name)(*arguments, **options)
+
+    def grow(self, sequence: int, tokens: list[int], **options: Any) -> None:
+        self.call("append", {sequence: tokens}, **options)
+        write(self.made, sequence, self.made.length(sequence))
+
+    def run(self) -> None:
+        first = self.call("allocate", TEXT[:10])
+        self.grow(first, TEXT[:8])
+        self.grow(first, TEXT[8:10], keep=[first])
+        second = self.call("allocate", [*TEXT[:8], 50])
+        self.grow(second, [50])
+        third = self.call("fork", first)
+        self.grow(third, TEXT[10:12])
+        self.grow(first, TEXT[10:13])
+        self.call("swap_out", third)
+        self.call("free", second)
+        self.call("swap_in", third)
+        self.grow(third, TEXT[12:14], keep=[third])
+        self.call("compact")
+        self.call("forget", third)
+
+
+def test_an_interrupt_at_any_line_leaves_no_wrong_state() -> None:
+    """What is found behind an interrupt is a state after as many tokens as it says."""
+    stride, line, found = 29, 0, 0
+    while True:
+        ending = Ending(interrupts.Interrupt(line, "kv_cache"))
+        try:
+            ending.run()
+            break
+        except KeyboardInterrupt:
+            line += stride
+        made = ending.made
+        made.check()
+        sequence = made.allocate(TEXT)
+        found += made.length(sequence) > 0
+        if made.length(sequence):
+            assert read(made, sequence) == [made.length(sequence)]
+        for each in list(made._everything[0].sequences):
+            made.free(each)
+        made.check()
+        assert (made.statistics().states_used, made.statistics().host_states_used) == (0, 0)
+    assert line > 1000 and found > 5

@@ -539,7 +539,7 @@ def check_packed_passes(model: PackedModel, page_size: int, options: Mapping[str
         again = model.whole_logits(prompts, AlonePass())
         packed, telling = _packed(model, prompts, page_size, options)
         # States are worked out by a formula for many tokens at once, or for one after the other.
-        cached = model.cached_logits(prompts) if model.states else plain
+        cached = _cached(model, prompts) if model.states else plain
     plain, again, packed, cached = (
         each.flatten(0, 1).double() for each in (plain, again, packed, cached)
     )
@@ -558,6 +558,17 @@ def check_packed_passes(model: PackedModel, page_size: int, options: Mapping[str
             f"explains {allowed:.2g}; takes a model whose layers keep nothing but keys and values, "
             "and which takes positions from position_ids"
         )
+
+
+def _cached(model: PackedModel, prompts: Tensor) -> Float[Tensor, "prompts length vocabulary"]:
+    """The logits of every row over transformers' own cache, in which models keep states."""
+    try:
+        return model.cached_logits(prompts)
+    except Exception as error:  # whatever a model's code raises
+        raise ValueError(
+            f"model: got {model.name}, which fails over transformers' own cache ({error}); takes "
+            "one that generates with it"
+        ) from error
 
 
 def _prompts(model: PackedModel) -> Int[Tensor, "prompts length"]:
