@@ -9,13 +9,14 @@ and 8 kv heads of 128 channels, 8,192 rows for each GPU. Nothing is measured.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 from saccade import masks
 from saccade.parallel import Plan, plan
 
 ROWS = 8192  # for each GPU
 RANKS = (8, 64, 256, 1024)
-HEADS = {"query_heads": 64, "kv_heads": 8, "head_dim": 128}
+HEADS: Any = {"query_heads": 64, "kv_heads": 8, "head_dim": 128}
 METHODS = ("gather", "ulysses", "ring")
 MASKS = {"causal": masks.causal(), "a window of 4,096": masks.window(4096)}
 

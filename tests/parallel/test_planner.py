@@ -64,6 +64,7 @@ def test_large_tiles_count_what_they_visit() -> None:
 
 def test_a_million_rows_are_planned_in_a_second() -> None:
     for mask, length in ((masks.causal(), ROWS), (masks.causal(), documents_of(ROWS, 1000))):
+        seconds = 0.0
         for _ in range(3):  # another program may take the caches
             start = time.process_time()
             plan(mask, length, 64)

@@ -8,8 +8,9 @@ the call's own plus where the rows start.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,25 +28,45 @@ from saccade.modifiers.expression import (
 from saccade.modifiers.modifier import expanded
 
 
-class RowNumbers(NamedTuple):
+class RowNumbers:
     """The numbers that the rows of a call have in the whole, ascending or not.
 
-    Attributes:
-        numbers: int64 [rows].
-        batch: int64 [rows], the sequence of each row, where the whole is several laid end to end.
+    What is derived from them is kept, as every layer of a model asks for it.
     """
 
-    numbers: Tensor
-    batch: Tensor | None = None
+    def __init__(self, numbers: Tensor, batch: Tensor | None = None) -> None:
+        """numbers: int64 [rows] on the CPU. batch: int64 [rows], the sequence of each row, where
+        the whole is several laid end to end."""
+        self.numbers, self.batch = numbers, batch
+        self._placed: dict[Any, Tensor] = {}
 
-    @property
+    @functools.cached_property
     def start(self) -> int | None:
         """The first number, where each is one more than the one before; else None."""
         if not self.numbers.numel():
             return 0
         first = int(self.numbers[0])
-        ascending = torch.arange(first, first + self.numbers.numel(), device=self.numbers.device)
+        ascending = torch.arange(first, first + self.numbers.numel())
         return first if torch.equal(self.numbers, ascending) else None
+
+    def index(self, device: torch.device) -> Tensor:
+        """The numbers on a device, to select by."""
+        return self._on(device, self.numbers, torch.int64)
+
+    def table(self, device: torch.device) -> Tensor:
+        """The numbers as a table that an expression reads."""
+        return self._on(device, self.numbers, torch.int32)
+
+    def batches(self, device: torch.device) -> Tensor:
+        """The sequences as a table that an expression reads."""
+        assert self.batch is not None
+        return self._on(device, self.batch, torch.int32)
+
+    def _on(self, device: torch.device, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        key = device, dtype, numbers is self.batch
+        if key not in self._placed:
+            self._placed[key] = numbers.to(device, dtype)
+        return self._placed[key]
 
 
 def renumbered(
@@ -69,27 +90,26 @@ def renumbered(
     for variable, rows in (("query_row", query), ("kv_row", kv)):
         for tensor, dim in _read_at(expression, variable):
             if tensors[tensor].shape[dim] != 1:
-                index = rows.numbers.to(tensors[tensor].device)
+                index = rows.index(tensors[tensor].device)
                 tensors[tensor] = tensors[tensor].index_select(dim, index)
             cut.append((tensor, dim))
+    device = tensors[0].device if tensors else device or torch.device("cpu")
     tables: list[Tensor] = []
     starts: list[int] = []
     sources: list[str] = []  # of query_row, kv_row and batch
     for rows in (query, kv):
         start = rows.start
         if start is None:
-            tables.append(rows.numbers)
+            tables.append(rows.table(device))
         elif start:
             starts.append(start)
         sources.append("table" if start is None else "start" if start else "")
     if query.batch is not None:
-        tables.append(query.batch)
+        tables.append(query.batches(device))
     sources.append("" if query.batch is None else "table")
     found = _with_sources(key, tuple(sorted(cut)), tuple(sources))
-    device = tensors[0].device if tensors else device
-    more = [table.to(device or table.device, torch.int32) for table in tables]
     return found.key, found.captured(
-        captured._replace(tensors=tuple(tensors)), Captured(tuple(more), tuple(starts), ())
+        captured._replace(tensors=tuple(tensors)), Captured(tuple(tables), tuple(starts), ())
     )
 
 

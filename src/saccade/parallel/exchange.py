@@ -25,21 +25,20 @@ class Routes(NamedTuple):
 
     Attributes:
         send: for each rank the places of rows among those held here.
-        receive: for each rank the numbers that its rows have in the whole.
+        receive: how many rows come from each rank.
+        arrived: the numbers in the whole of all rows that come, ascending.
+        order: by which what comes, that of rank 0 first, is brought into that order.
     """
 
     send: list[Tensor]
-    receive: list[Tensor]
+    receive: list[int]
+    arrived: Tensor
+    order: Tensor
 
-    @property
-    def arrived(self) -> Tensor:
-        """The numbers of all that is received, ascending."""
-        return torch.cat(self.receive).sort().values
-
-    @property
-    def order(self) -> Tensor:
-        """By which what is received comes to ascend."""
-        return torch.cat(self.receive).argsort()
+    def to(self, device: torch.device) -> Routes:
+        """Indices on a device; numbers stay."""
+        send = [rows.to(device) for rows in self.send]
+        return self._replace(send=send, order=self.order.to(device))
 
 
 class Counts(NamedTuple):
@@ -139,11 +138,10 @@ class Sending:
         self, plan: Any, rows: Tensor, picks: Sequence[Tensor] | None, receive: list[int],
         what: str, deterministic: bool = False, sizes: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """rows: [rows, ...]. picks: for each rank the places of what it gets; None: rows lie in the
-        order of ranks, `sizes` of them for each."""
+        """rows: [rows, ...]. picks: for each rank the places of what it gets, on the rows' device;
+        None: rows lie in the order of ranks, `sizes` of them for each."""
         self.back = Back()
         if picks is not None:
-            picks = [pick.to(rows.device) for pick in picks]
             sizes = [len(pick) for pick in picks]
         assert sizes is not None
         self.counts = Counts(sizes, receive)

@@ -16,20 +16,23 @@ from saccade.parallel.local import LocalCall, heads_first, heads_of, joined, row
 def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
     """Output and lse of this rank's rows."""
     plan, (_, query_heads, kv_heads, head_dim, _, _) = call.plan, call.plan.sizes
-    routes = plan.routes
-    arrived, order = routes.arrived, routes.order.to(call.query.device)
-    receive = [len(rows) for rows in routes.receive]
+    device = call.query.device
+    routes = plan.memory.get(("routes", device))
+    if routes is None:
+        routes = plan.memory["routes", device] = plan.routes.to(device)
     groups = 2 if plan.ranks > 1 and kv_heads % 2 == 0 else 1
     keys = joined(call.key, call.value).chunk(groups, 1)
     sent = [
-        Sending(plan, rows_first(some), routes.send, receive, "keys", call.options.deterministic)
+        Sending(
+            plan, rows_first(some), routes.send, routes.receive, "keys", call.options.deterministic
+        )
         for some in keys
     ]
-    mask, score = call.mask_of(arrived, "gather"), call.score_of(arrived)
+    mask, score = call.mask_of(routes.arrived, "gather"), call.score_of(routes.arrived, "gather")
     size, outputs, lses = query_heads // groups, [], []
     for number, message in enumerate(sent):
         heads = heads_of(number * size, size, query_heads)
-        rows = heads_first(message.wait().index_select(0, order))
+        rows = heads_first(message.wait().index_select(0, routes.order))
         output, lse = call.attend(
             call.query.narrow(1, heads.start, size), rows[..., :head_dim], rows[..., head_dim:],
             *call.of_heads(mask, score, heads),

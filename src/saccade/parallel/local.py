@@ -64,13 +64,19 @@ class LocalCall(NamedTuple):
             self.plan.memory["mask", name, device] = known
         return known
 
-    def score_of(self, kv_rows: Tensor) -> Score:
-        """The score as this rank's rows see it against some keys of the whole."""
+    def score_of(self, kv_rows: Tensor, name: Any) -> Score:
+        """The score as this rank's rows see it against some keys of the whole; see `mask_of`."""
         if not self.score.key:
             return self.score
-        rows = self.plan.numbers(self.plan.rows), self.plan.numbers(kv_rows)
+        rows = self._numbers(self.plan.rows, "rows"), self._numbers(kv_rows, name)
         found = renumbered(self.score.key, self.score.captured, *rows, device=self.query.device)
         return Score(*found)
+
+    def _numbers(self, rows: Tensor, name: Any) -> RowNumbers:
+        known = self.plan.memory.get(("numbers", name))
+        if known is None:
+            known = self.plan.memory["numbers", name] = self.plan.numbers(rows)
+        return known
 
     def of_heads(self, mask: Mask, score: Score, heads: ShardRange) -> tuple[Mask, Score]:
         """A mask and a score for some heads."""

@@ -138,7 +138,7 @@ class Plan:
             torch.Size([1, 4, 32, 16])
         """
         self._check_rows("tensor", tensor, dim, self.length)
-        return tensor.index_select(dim, self.rows.to(tensor.device))
+        return tensor.index_select(dim, self.on(tensor.device, "rows"))
 
     def unshard(self, shards: Tensor | Sequence[Tensor], dim: int) -> Tensor:
         """All rows, in their order, from this rank's (a collective) or from those of all ranks.
@@ -167,7 +167,7 @@ class Plan:
             for rank, shard in enumerate(shards):
                 self._check_rows(f"shards[{rank}]", shard, dim, len(self.rows_of(rank)))
             together = torch.cat(list(shards), dim)
-        return together.index_select(dim, self.places.to(together.device))
+        return together.index_select(dim, self.on(together.device, "places"))
 
     @functools.cached_property
     def order(self) -> Tensor:
@@ -214,7 +214,15 @@ class Plan:
         others = range(self.ranks)
         send = [torch.searchsorted(self.rows, self.needed_rows(to, self.rank)) for to in others]
         receive = [self.needed_rows(self.rank, of) for of in others]
-        return Routes(send, receive)
+        arrived, order = torch.cat(receive).sort()
+        return Routes(send, [len(rows) for rows in receive], arrived, order)
+
+    def on(self, device: torch.device, name: str) -> Tensor:
+        """An attribute that is an index, "rows", "order" or "places", on a device."""
+        known = self.memory.get((name, device))
+        if known is None:
+            known = self.memory[name, device] = getattr(self, name).to(device)
+        return known
 
     def for_mask(self, mask: AnyMask, *, causal: bool = False) -> Plan:
         """A plan of these rows on these ranks for another mask, as of a layer with a window.

@@ -45,7 +45,7 @@ class Step(NamedTuple):
         receive: how many rows come from the source.
         send: the places of the rows that go to the target.
         mask, score: as this rank's rows see them against the source's.
-        first_table, num_tables: where the score's tensors are among all steps' tensors.
+        tables: where the score's tensors are among all steps' tensors.
     """
 
     source: int
@@ -67,18 +67,36 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
 def _steps(call: LocalCall) -> tuple[list[Step], list[Tensor]]:
     """All steps of this rank, and the captured tensors of their scores."""
     plan, device = call.plan, call.query.device
+    known = plan.memory.get(("ring", device))
+    if known is None:
+        known = plan.memory["ring", device] = [_hop(call, number) for number in range(plan.ranks)]
     found: list[Step] = []
     tables: list[Tensor] = []
-    for number in range(plan.ranks):
-        source, target = (plan.rank - number) % plan.ranks, (plan.rank + number) % plan.ranks
-        kv_rows = plan.needed_rows(plan.rank, source) if number else plan.rows
-        send = torch.searchsorted(plan.rows, plan.needed_rows(target, plan.rank)).to(device)
-        score = call.score_of(kv_rows)
+    for number, hop in enumerate(known):
+        score = call.score_of(hop.kv_rows, ("ring", number))
         there = slice(len(tables), len(tables) + len(score.captured.tensors))
         tables += score.captured.tensors
-        mask = call.mask_of(kv_rows, ("ring", number))
-        found.append(Step(source, target, len(kv_rows), send, mask, score, there))
+        mask = call.mask_of(hop.kv_rows, ("ring", number))
+        found.append(Step(hop.source, hop.target, len(hop.kv_rows), hop.send, mask, score, there))
     return found, tables
+
+
+class _Hop(NamedTuple):
+    """What a step sends and receives, whatever the call."""
+
+    source: int
+    target: int
+    kv_rows: Tensor
+    send: Tensor
+
+
+def _hop(call: LocalCall, number: int) -> _Hop:
+    """The messages of a step; the first has none, and computes with all rows held here."""
+    plan = call.plan
+    source, target = (plan.rank - number) % plan.ranks, (plan.rank + number) % plan.ranks
+    kv_rows = plan.needed_rows(plan.rank, source) if number else plan.rows
+    send = torch.searchsorted(plan.rows, plan.needed_rows(target, plan.rank))
+    return _Hop(source, target, kv_rows, send.to(call.query.device))
 
 
 class _Part(NamedTuple):

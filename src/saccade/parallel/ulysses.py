@@ -24,7 +24,7 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
     plan, sizes = call.plan, call.plan.sizes
     counts = [len(plan.rows_of(rank)) for rank in range(plan.ranks)]
     heads, rows = sizes.query_heads // plan.ranks, len(plan.rows)
-    places, order = (each.to(call.query.device) for each in (plan.places, plan.order))
+    places, order = (plan.on(call.query.device, name) for name in ("places", "order"))
     assert not ulysses_unsupported(plan.ranks, sizes.query_heads, sizes.kv_heads)
     payload = torch.cat([_by_rank(call.query, plan.ranks), _keys_by_rank(call)], -1).flatten(0, 1)
     arrived = _exchanged(call, payload, [rows] * plan.ranks, counts, "rows of heads")
