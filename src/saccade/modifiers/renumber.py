@@ -37,7 +37,8 @@ class RowNumbers:
     def __init__(self, numbers: Tensor, batch: Tensor | None = None) -> None:
         """numbers: int64 [rows] on the CPU. batch: int64 [rows], the sequence of each row, where
         the whole is several laid end to end."""
-        self.numbers, self.batch = numbers, batch
+        self.numbers: Tensor = numbers
+        self.batch: Tensor | None = batch
         self._placed: dict[Any, Tensor] = {}
 
     @functools.cached_property
