@@ -1,4 +1,4 @@
-"""Time whole requests of `saccade.Engine` on a GPU: many, those under load, and the first.
+"""Time whole requests of `saccade.Engine`: many, those under load, and the first.
 
 Usage: python tools/serving_requests.py [CASE ...] [--model 8b] [--json FILE] [--seconds 400]
 
@@ -10,6 +10,10 @@ The cases:
   arrivals      32 requests decode while prompts of 8,000 tokens arrive, one every 40 steps: the
                 time between the tokens of those 32, with the engine's own largest step (512)
   large-steps   the same with steps of at most 4,096 tokens
+  padded-128    on a CPU, of hidden size 128: 24 requests by the engine, and by transformers'
+                `generate` on one padded batch, by turns; tokens must be equal. Ratios are medians
+                of time on the processor, as other programs may run beside. Not without its name.
+  padded-512    the same of hidden size 512
 
 Each runs in a process of its own. Models are those of tools/serving_steps.py, weights are random.
 """
@@ -17,18 +21,21 @@ Each runs in a process of its own. Models are those of tools/serving_steps.py, w
 from __future__ import annotations
 
 import argparse
+import copy
+import functools
 import json
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from serving_steps import MODELS, in_a_process, model_of, prompts_of, seconds_of
 
 CASES = ("start", "batch", "transformers", "arrivals", "large-steps")
+ON_CPU = ("padded-128", "padded-512")
 REQUESTS, PROMPT, NEW = 64, 512, 128
 RUNNING, ARRIVING, EVERY, ARRIVALS = 32, 8000, 40, 6  # requests, tokens, steps, prompts
 
@@ -38,7 +45,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("cases", nargs="*", default=CASES, metavar="CASE", help=", ".join(CASES))
+    known = (*CASES, *ON_CPU)
+    parser.add_argument("cases", nargs="*", default=CASES, metavar="CASE", help=", ".join(known))
     parser.add_argument("--model", choices=MODELS, default="8b")
     parser.add_argument("--json", type=Path, help="a file for one line a case")
     parser.add_argument("--seconds", type=float, default=400, help="for all of it")
@@ -47,13 +55,14 @@ def main() -> int:
     if asked.here:
         print(json.dumps(FOUND_BY[asked.here](asked.model)))
         return 0
-    if unknown := set(asked.cases) - set(CASES):
-        parser.error(f"CASE: got {', '.join(sorted(unknown))}, takes {', '.join(CASES)}")
+    if unknown := set(asked.cases) - set(known):
+        parser.error(f"CASE: got {', '.join(sorted(unknown))}, takes {', '.join(known)}")
     end, failed = time.monotonic() + asked.seconds, 0
     for case in asked.cases:
         found = (start if case == "start" else found_by)(case, asked.model, end)
         failed += "failed" in found
-        row = {"case": f"serving-{asked.model}-{case}", **found}
+        name = f"cpu-serving-{case}" if case in ON_CPU else f"serving-{asked.model}-{case}"
+        row = {"case": name, **found}
         print(json.dumps(row), flush=True)
         if asked.json is not None:
             with asked.json.open("a", encoding="utf-8") as file:
@@ -178,7 +187,93 @@ def arrivals(model: str, **options: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+PADDED, LAYERS, VOCABULARY, NEW_PADDED, ROUNDS = 24, 4, 2048, 64, 9  # requests, then sizes
+
+
+def padded(hidden: int) -> dict[str, Any]:
+    """Tokens a second of the engine over those of `generate` on one padded batch, on a CPU."""
+    import torch
+    import transformers
+
+    ways = ways_of(hidden)
+    wanted = ways["generate"]()
+    assert all(way() == wanted for way in ways.values())
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(ROUNDS):
+        for name in rotated(list(ways), number):
+            begin = time.process_time()
+            ways[name]()
+            seconds[name].append(time.process_time() - begin)
+    ratios = {
+        f"{name}_over_generate": statistics.median(
+            theirs / ours for theirs, ours in zip(seconds["generate"], seconds[name], strict=True)
+        )
+        for name in ("engine", "merged")
+    }
+    medians = {f"{name}_cpu_s": statistics.median(of) for name, of in seconds.items()}
+    return {
+        "requests": PADDED, "new_tokens": NEW_PADDED, "rounds": ROUNDS, **ratios, **medians,
+        "threads": torch.get_num_threads(), "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }  # fmt: skip
+
+
+def ways_of(hidden: int) -> dict[str, Callable[[], list[list[int]]]]:
+    """What gives new tokens for the same prompts: `generate`, and engines with options."""
+    import torch
+    import transformers
+
+    import saccade
+
+    heads = hidden // (32 if hidden < 512 else 64)
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
+        num_hidden_layers=LAYERS, num_attention_heads=heads, num_key_value_heads=heads // 2,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    made: Any = transformers.LlamaForCausalLM(config).eval()
+    peer, other = copy.deepcopy(made), copy.deepcopy(made)
+    peer.set_attn_implementation("sdpa")
+    sizes: dict[str, Any] = {"max_sequences": PADDED, "max_length": 256}
+    engines = {
+        "engine": saccade.Engine(made, **sizes),
+        "merged": saccade.Engine(other, **sizes, merge_products=True),
+    }
+    chance = torch.Generator().manual_seed(1)
+    lengths = torch.randint(16, 65, (PADDED,), generator=chance).tolist()
+    prompts, longest = prompts_of(made, lengths), max(lengths)
+    rows = torch.tensor([[0] * (longest - len(each)) + each for each in prompts])
+    seen = torch.tensor([[0] * (longest - n) + [1] * n for n in lengths])
+
+    def by_generate() -> list[list[int]]:
+        with torch.inference_mode():
+            found = peer.generate(
+                rows, attention_mask=seen, max_new_tokens=NEW_PADDED, do_sample=False,
+                min_new_tokens=NEW_PADDED, pad_token_id=0, eos_token_id=None,
+            )  # fmt: skip
+        return found[:, longest:].tolist()
+
+    def by_engine(engine: Any) -> list[list[int]]:
+        engine.cache.clear()  # of what it knows of these prompts
+        found = engine.generate(prompts, max_new_tokens=NEW_PADDED, stop_tokens=())
+        return [each.tokens for each in found]
+
+    return {
+        "generate": by_generate,
+        **{name: functools.partial(by_engine, engine) for name, engine in engines.items()},
+    }
+
+
+def rotated(names: list[str], by: int) -> list[str]:
+    """Names in an order that changes from round to round."""
+    by %= len(names)
+    return names[by:] + names[:by]
+
+
 FOUND_BY: dict[str, Any] = {
+    "padded-128": lambda model: padded(128),
+    "padded-512": lambda model: padded(512),
     "first token": first_token,
     "batch": batch,
     "transformers": transformers_batch,

@@ -32,7 +32,8 @@ from saccade.serving.decoding import (
     Traits,
     check_number,
 )
-from saccade.serving.model import BatchStep, PackedModel, check_packed_passes
+from saccade.serving.merged_products import check_merged
+from saccade.serving.model import BatchStep, PackedModel
 from saccade.serving.request import (
     Completion,
     Counts,
@@ -388,6 +389,9 @@ class Engine:
         compile: whether the model's layers are compiled by `torch.compile`, all as one, so that
             their small kernels are joined. "auto": with cuda_graphs. Results are rounded otherwise
             than by the model as it is. A model that cannot be compiled is run as it is.
+        merge_products: whether layers that are given the same rows (q, k and v; gate and up)
+            multiply them by all their weights at once, which are moved to lie side by side; the
+            model's parameters are then views of these. Not with compiled layers.
         run_ahead: whether a step begins before the tokens of the one before are looked at, so that
             a GPU need not wait for the host. None: with cuda_graphs.
         warm_up: whether a step of each size in which prompts are read is tried now, so that its
@@ -438,6 +442,7 @@ class Engine:
         batch_sizes: Sequence[int] | None = None,
         cuda_graphs: bool | None = None,
         compile: bool | Literal["auto"] = "auto",
+        merge_products: bool = False,
         run_ahead: bool | None = None,
         warm_up: bool | None = None,
         progress: bool = True,
@@ -464,19 +469,18 @@ class Engine:
             preemption=preemption,
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
-        check_packed_passes(self._model, page_size, options)
         reason = why_eager(self._model, cuda_graphs)
-        cuda_graphs = not reason
-        asked = read_compile(compile, by_default=cuda_graphs)
-        self._layers = compile_layers(self._model, page_size, options, progress) if asked else ""
+        asked = read_compile(compile, by_default=not reason)
+        self._layers = check_merged(self._model, page_size, options, merge_products, asked)
+        self._layers += compile_layers(self._model, page_size, options, progress) if asked else ""
         lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
-        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=cuda_graphs)
+        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
-        tried = max_batch_tokens if (cuda_graphs if warm_up is None else warm_up) else 0
-        self._decoder.warm_up(tried, progress)
+        tries = not reason if warm_up is None else warm_up
+        self._decoder.warm_up(max_batch_tokens if tries else 0, progress)
         self._worker = Worker(
             self._model, self.cache, self._scheduler, self._decoder, lanes, options,
-            ahead=cuda_graphs if run_ahead is None else run_ahead,
+            ahead=not reason if run_ahead is None else run_ahead,
         )  # fmt: skip
         self._arrivals = itertools.count()
 
