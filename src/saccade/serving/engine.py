@@ -193,6 +193,7 @@ class Worker:
                 running=len(self._scheduler.running),
                 preemptions=self._scheduler.preemptions,
                 pages=sum(self._cache.num_pages),
+                states=self._cache.num_states,
                 tokens_per_second=counts.new_tokens / counts.busy if counts.busy else 0.0,
                 cache=self._cache.statistics(),
                 **vars(counts),

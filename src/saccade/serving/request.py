@@ -349,7 +349,8 @@ class EngineStatistics:
         prompt_tokens, cached_tokens, new_tokens: of the requests that were started.
         preemptions: how often a request was preempted.
         busy: the time spent in steps. tokens_per_second: new tokens over that time.
-        pages: of all groups of layers. cache: `saccade.PagedCache.statistics()`.
+        pages: of all groups of layers. states: of whole sequences, beside them.
+        cache: `saccade.PagedCache.statistics()`.
     """
 
     waiting: int
@@ -364,6 +365,7 @@ class EngineStatistics:
     busy: float
     tokens_per_second: float
     pages: int
+    states: int
     cache: CacheStatistics
 
 

@@ -441,7 +441,8 @@ def make_capacity(
         host_pages = capacity.host_pages
     return PagedCache(
         num_pages, capacity.page_size, dtype=dtype, device=model.device, host_pages=host_pages,
-        num_states=num_states, host_states=num_states if host_pages else 0, **model.page_sizes(),
+        num_states=num_states, host_states=-(-num_states // STATES_OF_EACH) if host_pages else 0,
+        **model.page_sizes(),
     )  # fmt: skip
 
 

@@ -186,6 +186,7 @@ class Meter:
         gauges = {
             "running": found.running, "waiting": found.waiting, "unfinished": unfinished,
             "pages": found.pages, "pages_used": found.cache.used, "pages_idle": found.cache.idle,
+            "states": found.states, "states_used": found.cache.states_used,
         }  # fmt: skip
         counters = {
             "steps": found.steps, "prompt_tokens": found.prompt_tokens,
