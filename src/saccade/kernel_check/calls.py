@@ -19,6 +19,8 @@ from saccade import (
     attention,
     attention_paged,
     attention_varlen,
+    gated_delta_rule,
+    gated_delta_rule_step,
     linear_attention,
     linear_attention_step,
     masks,
@@ -27,6 +29,7 @@ from saccade import (
 )
 from saccade.masks import Mask
 from saccade.ops.attention.triton.call_spec import is_short
+from saccade.runtime.delta_spec import DeltaInputs, DeltaVariant
 from saccade.runtime.spec import (
     Inputs,
     KernelConfig,
@@ -95,10 +98,17 @@ LINEAR_PASSES = {
         "hopper_linear_wide_grad_value",
     ),
 }  # fmt: skip
+DELTA_PASSES = {
+    "delta": ("delta_sums", "delta_norms", "delta_system", "delta_forward_scan"),
+    "delta backward": (
+        "delta_reverse_scan", "delta_pair_gradients", "delta_gradients", "delta_sum_heads",
+    ),
+    "delta step": ("delta_step",),
+}  # fmt: skip
 BACKWARD, HOPPER_BACKWARD = "backward", "hopper_backward"
 """Passes of gradients in the form that the library chooses for the sizes of a call."""
 
-PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES}
+PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES, **DELTA_PASSES}
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
 StartPass = Callable[[str, KernelConfig | None], None]
@@ -503,11 +513,81 @@ class LinearCall(NamedTuple):
         return start
 
 
-Call = KernelCall | PagedCall | LinearCall
+class DeltaCall(NamedTuple):
+    """A call of the gated delta rule."""
+
+    head_dim: int
+    dtype: str = "bf16"
+    decay: str = "heads"  # none, heads or channels
+    length: int = 1024
+    batch: int = 2
+    heads: int = 32
+    key_heads: int = 16
+
+    operation = "gated_delta_rule"
+
+    @property
+    def name(self) -> str:
+        """A name in which calls of one catalogue differ."""
+        return f"{self.dtype} d{self.head_dim} decay of {self.decay}"
+
+    def make(self, device: torch.device) -> tuple[DeltaInputs, DeltaVariant]:
+        """Tensors and options."""
+        shape = self.batch, self.key_heads, self.length, self.head_dim
+        of_values = self.batch, self.heads, *shape[2:]
+        query, key, value = (
+            _untouched(sizes, DTYPES[self.dtype], device) for sizes in (shape, shape, of_values)
+        )
+        beta = torch.ones(of_values[:3], device=device)
+        decay = None if self.decay == "none" else torch.zeros_like(beta)
+        if self.decay == "channels":
+            decay = _untouched(of_values, torch.float32, device)
+        return DeltaInputs(query, key, value, beta, decay), DeltaVariant(True, 1.0)
+
+    def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """The call by its public name: its output, and what may have gradients."""
+        inputs, _ = self.make(device)
+        leaves = [each.requires_grad_() for each in inputs if each is not None]
+        output = gated_delta_rule(*leaves[:4], decay=inputs.decay, normalize_qk=True)
+        assert isinstance(output, Tensor)
+        return output, leaves
+
+    def user_step(self, device: torch.device) -> None:
+        """A step of decoding by the function's public name."""
+        inputs, _ = self._replace(length=1).make(device)
+        state = self._states(device)
+        gated_delta_rule_step(state, *inputs[:4], decay=inputs.decay, normalize_qk=True)
+
+    def _states(self, device: torch.device) -> Tensor:
+        shape = self.batch, self.heads, self.head_dim, self.head_dim
+        return torch.zeros(shape, device=device)
+
+    def prepared(self, device: torch.device) -> StartPass:
+        """Make the tensors; start passes with these."""
+        from saccade.ops.delta_rule.triton import host
+
+        inputs, variant = self.make(device)
+
+        def start(which: str, config: KernelConfig | None) -> None:
+            numbers = config or KernelConfig()
+            if which.endswith("backward"):
+                host.backward(inputs, variant, numbers, torch.zeros_like(inputs.value), None)
+            elif which.endswith("step"):
+                one, slots = self._replace(length=1).make(device)[0], torch.arange(self.batch)
+                host.step(self._states(device), slots.to(device), one, variant)
+            else:
+                host.forward(inputs, variant, numbers)
+
+        return start
+
+
+Call = KernelCall | PagedCall | LinearCall | DeltaCall
 
 
 def call_of(which: str, fields: Iterable[Any]) -> Call:
     """The description of a call that starts a pass, from its fields."""
     if which in ATTENTION_PASSES:
         return KernelCall(*fields)
+    if which in DELTA_PASSES:
+        return DeltaCall(*fields)
     return PagedCall(*fields) if which in PAGED_PASSES else LinearCall(*fields)

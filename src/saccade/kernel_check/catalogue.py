@@ -36,6 +36,7 @@ from saccade.kernel_check.calls import (
     PASSES,
     SHORT,
     Call,
+    DeltaCall,
     KernelCall,
     LinearCall,
     PagedCall,
@@ -47,6 +48,7 @@ from saccade.runtime.spec import KernelConfig
 NAN_SAFE = ("backward_keys, NaN-safe", "backward_shared, NaN-safe")
 ORDERED = ("forward", "backward_keys", "backward_queries")
 ALL = (*ORDERED, "backward_shared")
+DELTA = (*PASSES["delta"], *PASSES["delta backward"])
 LINEAR = ("linear_output", *PASSES["linear backward"])
 
 
@@ -179,6 +181,7 @@ def entries(architecture: str) -> list[Entry]:
         (KernelCall(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),
         *paged_entries(half),
         *linear_entries(half),
+        *delta_entries(half),
     ]
 
 
@@ -220,6 +223,21 @@ def linear_entries(half: str) -> list[Entry]:
         (LinearCall(128, half, group=4), ("linear_grad_key",)),
         (LinearCall(256, half), (*some, "linear_grad_query", "linear_count")),
         (LinearCall(64, "fp32"), some[:1]),
+    ]
+
+
+def delta_entries(half: str) -> list[Entry]:
+    """The calls of the gated delta rule. Without decay its kernels are those of one a head, less
+    what multiplies by it."""
+    scans = ("delta_forward_scan", "delta_reverse_scan")
+    return [
+        (DeltaCall(64, half), (*scans, "delta_gradients")),
+        (DeltaCall(128, half), (*DELTA, "delta_step")),
+        (DeltaCall(128, half, "none"), scans[:1]),
+        (DeltaCall(128, half, "channels"), (*DELTA, "delta_step")),
+        (DeltaCall(256, half), (*scans, "delta_gradients")),
+        (DeltaCall(256, half, "channels"), ("delta_system", *scans)),
+        (DeltaCall(64, "fp32"), ("delta_system", *scans, "delta_gradients")),
     ]
 
 

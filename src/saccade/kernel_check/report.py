@@ -12,11 +12,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from saccade.kernel_check.calls import KernelCall, LinearCall, PagedCall
+from saccade.kernel_check.calls import DeltaCall, KernelCall, LinearCall, PagedCall
 from saccade.kernel_check.catalogue import Compiled
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.delta_rule.triton import configs as delta_configs
 from saccade.ops.linear_attention.triton import configs as linear_configs
 
 TENSOR_MEMORY_COLUMNS = 512  # of a multiprocessor of sm_100
@@ -88,6 +89,8 @@ def excuse(compiled: Compiled) -> str:
     architecture, call = compiled.job.architecture, compiled.job.call
     if isinstance(call, LinearCall):
         return linear_configs.SPILLING
+    if isinstance(call, DeltaCall):
+        return delta_configs.may_spill(architecture, call.dtype == "fp32", call.head_dim)
     if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
         return "a few numbers, once a tile, which short chunks wait for memory to bring"
     if isinstance(call, PagedCall):

@@ -272,6 +272,9 @@ def config_of(launch: Launch) -> tuple[int, int, int, int]:
         return hopper_configs.ROWS, hopper_configs.ROWS, warps, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them; tiles are sides of descriptors
         return _backward_config(launch)
+    if "CHUNK" in constants and "OUTER_TILE" not in constants:  # of the delta rule
+        tile = constants.get("VALUE_TILE", constants.get("KEY_TILE", 0))
+        return constants["CHUNK"], tile, options["num_warps"], options["num_stages"]
     if "OUTER_TILE" in constants:  # of linear attention: channels and rows
         tile, chunk = constants["OUTER_TILE"], constants["CHUNK"]
         return tile, chunk, options["num_warps"], options["num_stages"]

@@ -98,8 +98,8 @@ def gated_delta_rule(  # breaks function-length: most of it is the docstring
         return_state: also return the state after the last token.
         implementation: "cpu", "triton" or "reference"; None takes the first that fits. A named one
             never falls back: it raises where it cannot serve.
-        config: `kv_tile` is the number of tokens in a chunk (on a GPU 16, 32 or 64); or a mapping from (major, minor) GPU
-            capabilities to such.
+        config: `kv_tile` is the number of tokens in a chunk (on a GPU 16, 32 or 64); or a mapping
+            from (major, minor) GPU capabilities to such.
 
     Returns:
         output [batch, value_heads, length, value_dim] in query's dtype and memory order, with

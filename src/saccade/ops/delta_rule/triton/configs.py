@@ -89,3 +89,10 @@ def choose(
         system_tile=min(config.system_tile, head_width),
         gradient_tile=min(config.gradient_tile, head_width, value_width),
     )
+
+
+def may_spill(architecture: str, wide: bool, head_dim: int) -> str:
+    """Why a default may spill; "" where it must not."""
+    if (wide or architecture == "sm_75") and head_dim > COLUMNS[0]:
+        return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
+    return ""
