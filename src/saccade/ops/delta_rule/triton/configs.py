@@ -37,9 +37,9 @@ _HOPPER = (
     DeltaConfig(64, 16, 8, 1, 64, 4, 32, 8),
 )
 _AMPERE = (
-    DeltaConfig(64, 64, 4, 2, 32, 8, 16, 8),
     DeltaConfig(64, 32, 4, 2, 32, 8, 16, 8),
-    DeltaConfig(64, 16, 4, 1, 32, 8, 16, 8),
+    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 8),
+    DeltaConfig(64, 16, 8, 1, 32, 8, 16, 8),
 )
 _CDNA = (
     DeltaConfig(64, 64, 4, 1, 64, 4, 32, 4),
@@ -52,7 +52,8 @@ _SLOW = (
     DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
     DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
 )
-_TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "gfx942": _CDNA}
+_CONSUMER_BLACKWELL = (_AMPERE[0], _AMPERE[1]._replace(num_warps=8), _AMPERE[2])
+_TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "sm_120": _CONSUMER_BLACKWELL, "gfx942": _CDNA}
 
 
 def choose(
@@ -71,7 +72,9 @@ def choose(
     config = table[column]
     if by_channel and table is not _SLOW:  # sums of decay and their exponentials for each channel
         config = config._replace(
-            system_tile=min(config.system_tile, 32), system_warps=max(config.system_warps, 8)
+            system_tile=min(config.system_tile, 32),
+            system_warps=max(config.system_warps, 8),
+            gradient_tile=16,
         )
     if requested is not None:
         check(requested)

@@ -148,7 +148,7 @@ def delta_gradients(
                 high, low = high[None, :], low[None, :]
             since, until = tl.exp(sums[0] + sums[1]), tl.exp((high - sums[0]) + (low - sums[1]))
             asking, asked, written = asking * since, asked * since, written * until
-        ended = tl.sum(keys * written, 0) + lasts * flow
+        ended = by_channel(keys * written, META) + lasts * flow
         asking, asked, written = within_chunk(
             queries, keys, keys * beta_rows, (asking * scale, asked, written), of_scores, of_pairs,
             decay, sums, batch, head, start, length, exist, channels, element, META,
@@ -164,7 +164,7 @@ def delta_gradients(
                 )
             else:
                 crossing_rows += tl.sum(crossing, 1)
-                ended_rows += tl.sum(ended, 0)
+                ended_rows += ended
         asking, written = asking + alone * keys, asked + written + alone * queries
         store_channels(grad_query, batch, head, start, exist, channels, asking, META.HEAD_DIM)
         store_channels(grad_key, batch, head, start, exist, channels, written, META.HEAD_DIM)
@@ -180,12 +180,12 @@ def state_gradients(
     META: tl.constexpr,
 ):  # fmt: skip
     """Gradients by way of states: of queries and of keys that ask the one before the chunk, and of
-    keys that are written to the one behind it, without their factors; ⟨S, R⟩ of each channel."""
+    keys that are written to the one behind it, without their factors; ⟨S, R⟩, `by_channel`."""
     element: tl.constexpr = grad_output.ptr.dtype.element_ty
     asking = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
     asked = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
     written = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
-    flow = tl.zeros([META.KEY_TILE], tl.float32)
+    flow = by_channel(asking * 0.0, META)
     for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
         values = first + tl.arange(0, META.VALUE_TILE)
         grads = load_rows_of(grad_output, batch, head, start, exist, values, META)
@@ -195,13 +195,24 @@ def state_gradients(
         state = tl.load(at, mask=exists, other=0.0)
         at, exists = state_pointers(grad_states, number, channels, values, META, True)
         gradient = tl.load(at, mask=exists, other=0.0)
-        flow += tl.sum(state.to(tl.float32) * gradient.to(tl.float32), 0)
+        flow += by_channel(state.to(tl.float32) * gradient.to(tl.float32), META)
         state, unit = narrow(state, element, 0)
         gradient, grad_unit = narrow(gradient, element, 0)
         asking += tl.dot(grads, state, input_precision=META.PRECISION) * unit
         asked -= tl.dot(errors, state, input_precision=META.PRECISION) * unit
         written += tl.dot(rows, gradient, input_precision=META.PRECISION) * grad_unit
     return asking, asked, written, flow
+
+
+@triton.jit
+def by_channel(tile, META: tl.constexpr):
+    """The sum of each channel's rows; of all where channels do not fade by themselves, in one step
+    (a sum of sums fails to compile for sm_100, Triton 3.6)."""
+    if META.BY_CHANNEL:
+        found = tl.sum(tile, 0)
+    else:
+        found = tl.sum(tile)
+    return found
 
 
 @triton.jit
