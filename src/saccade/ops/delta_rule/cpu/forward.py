@@ -143,14 +143,25 @@ def solve(system: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
 def attend(dense: DenseRows, spans: list[Span], state: Tensor, output: Tensor) -> None:
     """Write output [batch, value_heads, length, value_dim]; change the state [count, …]."""
     for at in spans:
-        block = Block(dense, at)
-        found = torch.empty_like(block.value)
-        for n in range(at.chunks):
-            update, read = block.update(n, state)
-            read = read[:, at.chunk :]
-            torch.baddbmm(read, block.pairs[:, n, 1], update, out=found[:, n])
-            block.advance(n, state, update)
+        before = state.clone()
+        found = _read(dense, at, state)
+        if not bool(found.sum().isfinite()):
+            # Within a chunk a product carries NaN to rows before it, too: token by token none does.
+            state.copy_(before)
+            found = _read(dense, Span(at.start, at.stop, 1), state)
         dense.write(output, found, at)
+
+
+def _read(dense: DenseRows, at: Span, state: Tensor) -> Tensor:
+    """The output of a span, [count, chunks, chunk, value_dim]; the state takes it in."""
+    block = Block(dense, at)
+    found = torch.empty_like(block.value)
+    for n in range(at.chunks):
+        update, read = block.update(n, state)
+        read = read[:, at.chunk :]
+        torch.baddbmm(read, block.pairs[:, n, 1], update, out=found[:, n])
+        block.advance(n, state, update)
+    return found
 
 
 def states_before(dense: DenseRows, spans: list[Span], state: Tensor) -> Iterator[list[Tensor]]:
