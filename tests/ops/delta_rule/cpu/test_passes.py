@@ -99,3 +99,20 @@ def test_a_step_of_many_tokens_is_one_call() -> None:
     wanted, last = rule(**tensors, initial_state=state, return_state=True)
     output = saccade.gated_delta_rule_step(state, **tensors)
     torch.testing.assert_close((output, state), (wanted, last))
+
+
+def test_large_states_of_a_pool_change_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = make_delta_case(lengths=(3,), decay="heads", state=True)
+    tensors = dict(case.tensors)
+    state = tensors.pop("initial_state")
+    wanted = state.clone()
+    output = saccade.gated_delta_rule_step(wanted, **tensors)
+    monkeypatch.setattr(host, "LARGE_STATE", 1)
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 3e-2)):
+        pool = torch.zeros(5, *state.shape[1:], dtype=dtype)
+        slots = torch.tensor([4, 0])
+        pool[slots] = state.to(dtype)
+        found = saccade.gated_delta_rule_step(pool, **tensors, state_index=slots)
+        torch.testing.assert_close(found, output, atol=bound, rtol=bound)
+        torch.testing.assert_close(pool[slots].float(), wanted, atol=bound, rtol=bound)
+        assert not bool(pool[1:4].any())

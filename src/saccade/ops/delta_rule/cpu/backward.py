@@ -68,21 +68,21 @@ def _differentiate_block(
     grad_state: Tensor,
     leave: Leaving,
 ) -> None:
-    at, decay, state = block.at, block.decay, torch.stack(states, 1)
-    grad = dense.chunks(grad_output, at)
+    at, decay, state = block.at, block.decay, torch.stack(states)
+    grad = dense.chunks(grad_output, at).contiguous()
     beta, decays = block.beta.unsqueeze(-1), not isinstance(block.decay, NoDecay)
     new_key, new_query = block.new.unbind(2)
     error = block.value - new_key @ state
     update = solve(block.system, beta * error)
     of_update, from_query = block.pairs[:, :, 1].mT @ grad, new_query.mT @ grad
-    later, grad_new = torch.empty_like(state), torch.empty_like(error)
+    later, grad_new = torch.empty_like(state), torch.empty_like(update)
     for n in reversed(range(at.chunks)):
-        later[:, n] = grad_state
-        arriving = torch.baddbmm(of_update[:, n], block.old_key[:, n], grad_state)
-        grad_new[:, n] = solve(block.system[:, n], arriving, transposed=True)
-        grad_error = grad_new[:, n] * beta[:, n]
-        grad_state.mul_(block.whole[:, n]).add_(from_query[:, n])
-        grad_state.baddbmm_(new_key[:, n].mT, grad_error, alpha=-1)
+        later[n] = grad_state
+        arriving = torch.baddbmm(of_update[n], block.old_key[n], grad_state)
+        grad_new[n] = solve(block.system[n], arriving, transposed=True)
+        grad_error = grad_new[n] * beta[n]
+        grad_state.mul_(block.whole[n]).add_(from_query[n])
+        grad_state.baddbmm_(new_key[n].mT, grad_error, alpha=-1)
     grad_value = grad_new * beta
     of_rows = torch.stack([-grad_value, grad], 2)  # what reads the state before the chunk
     of_pairs = (of_rows.flatten(2, 3) @ update.mT).view(block.pairs.shape).tril_()
@@ -114,9 +114,9 @@ def _differentiate_block(
 def _through_norm(
     dense: DenseRows, grad: Tensor, norm: Tensor | None, rows: Tensor, at: Span
 ) -> Tensor:
-    """The gradient of queries or keys, [batch · key_heads, …], through division by lengths."""
+    """The gradient of queries or keys, by key head, through division by lengths."""
     if dense.group > 1:
-        grad = grad.unflatten(0, (-1, dense.group)).sum(1)
+        grad = grad.unflatten(1, (-1, dense.group)).sum(2)
     if norm is None:
         return grad
     divided = dense.chunks(rows, at) * norm

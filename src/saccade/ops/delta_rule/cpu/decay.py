@@ -11,7 +11,7 @@ that keys give, would be a small difference of large sums. Two forms hold to tha
   runs of 2^(n+1) are those over 2^n, times the neighbour's whole factor in one half; gradients go
   back the same way.
 
-Rows are what meets keys: keys themselves, and queries, [count, chunks, kinds, chunk, head_dim].
+Rows are what meets keys: keys themselves, and queries, [chunks, count, kinds, chunk, head_dim].
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LEAST = -1000.0
 class ChunkDecay:
     """Factors of decay within chunks: until a token, from behind it, and of the whole chunk.
 
-    until, after: [count, chunks, chunk, channels]; whole: [count, chunks, channels, 1]. Channels
+    until, after: [chunks, count, chunk, channels]; whole: [chunks, count, channels, 1]. Channels
     are 1 where all share their decay.
     """
 
@@ -38,7 +38,7 @@ class ChunkDecay:
     whole: Tensor
 
     def of_pairs(self, rows: Tensor, keys: Tensor) -> Tensor:
-        """Products of each row with the keys until it, faded: [count, chunks, kinds, chunk, chunk].
+        """Products of each row with the keys until it, faded: [chunks, count, kinds, chunk, chunk].
 
         Zero where the key comes later.
         """
@@ -73,14 +73,13 @@ class NoDecay(ChunkDecay):
 
 
 class HeadDecay(ChunkDecay):
-    """One decay a head and token, [count, chunks, chunk]."""
+    """One decay a head and token, [chunks, count, chunk]."""
 
     def __init__(self, decay: Tensor, wide: torch.dtype) -> None:
         total = decay.double().clamp_(min=LEAST).cumsum(-1)
         last = total[..., -1:]
         gap = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(wide)
-        later = torch.ones(gap.shape[-2:], dtype=torch.bool, device=gap.device).triu_(1)
-        self.factors = gap.masked_fill_(later, -torch.inf).exp_().unsqueeze(2)
+        self.factors = gap.exp_().tril_().unsqueeze(2)  # inf above the diagonal, before that
         self.until = total.exp().to(wide).unsqueeze(-1)
         self.after = (last - total).exp().to(wide).unsqueeze(-1)
         self.whole = last.exp().to(wide).unsqueeze(-1)
@@ -118,7 +117,7 @@ def _through_products(grads: Tensor, rows: Tensor, keys: Tensor) -> tuple[Tensor
 
 
 class Halves(NamedTuple):
-    """Factors of each two neighbouring runs, [count, chunks, pairs of runs, length, channels]."""
+    """Factors of each two neighbouring runs, [chunks, count, pairs of runs, length, channels]."""
 
     length: int
     until: Tensor  # in the later run, from its start to each token, this one included
@@ -126,7 +125,7 @@ class Halves(NamedTuple):
 
 
 class ChannelDecay(ChunkDecay):
-    """A decay for each channel, [count, chunks, chunk, channels]; chunks are powers of two long."""
+    """A decay for each channel, [chunks, count, chunk, channels]; chunks are powers of two long."""
 
     def __init__(self, decay: Tensor) -> None:
         until, length = decay.clamp(min=LEAST).exp_(), 1
@@ -192,7 +191,7 @@ def halves(rows: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def _later_rows(rows: Tensor, length: int) -> Tensor:
-    """Rows of later runs, [count, chunks, pairs of runs, kinds, length, head_dim]."""
+    """Rows of later runs, [chunks, count, pairs of runs, kinds, length, head_dim]."""
     return rows.unflatten(3, (-1, 2, length))[:, :, :, :, 1].transpose(2, 3)
 
 

@@ -37,21 +37,17 @@ class DenseRows:
         self.wide = accumulate_dtype(self.query.dtype)
 
     def chunks(self, rows: Tensor, at: Span) -> Tensor:
-        """Rows of a span in chunks, [batch · heads, chunks, chunk, …], 0 behind the last one."""
+        """Rows of a span in chunks, [chunks, batch · heads, chunk, …], 0 behind the last one."""
         rows = rows[:, :, at.start : at.stop].to(self.wide)
         missing = at.chunks * at.chunk - rows.shape[2]
         if missing:
             rows = torch.nn.functional.pad(rows, (0, 0) * (rows.dim() - 3) + (0, missing))
         sizes = (-1, at.chunks, at.chunk, *rows.shape[3:])
-        return rows.reshape(rows.shape[0] * rows.shape[1], *sizes[1:])
-
-    def repeated(self, rows: Tensor) -> Tensor:
-        """Chunks of each key head, as often as value heads share it."""
-        return rows if self.group == 1 else rows.repeat_interleave(self.group, 0)
+        return rows.reshape(rows.shape[0] * rows.shape[1], *sizes[1:]).transpose(0, 1)
 
     def write(self, into: Tensor, chunks: Tensor, at: Span) -> None:
         """Write chunks of a span, of each head of it, to rows [batch, heads, length, …]."""
-        rows = chunks.unflatten(0, (self.batch, into.shape[1])).flatten(2, 3)
+        rows = chunks.unflatten(1, (self.batch, into.shape[1])).movedim(0, 2).flatten(2, 3)
         into[:, :, at.start : at.stop].copy_(rows[:, :, : at.stop - at.start])
 
 
@@ -87,15 +83,16 @@ class Block:
         """queries: whether they are wanted, which the state does without."""
         self.at, self.norms = at, []
         self.value, self.beta = dense.chunks(dense.value, at), dense.chunks(dense.beta, at)
-        sizes = (dense.count, at.chunks, 1 + queries, at.chunk, dense.head_dim)
+        sizes = (at.chunks, dense.count, 1 + queries, at.chunk, dense.head_dim)
         self.rows = self.value.new_empty(sizes)
-        for n, tensor in enumerate((dense.key, dense.query)[: 1 + queries]):
-            chunks, norm = normalized(dense, tensor, at)
+        tensors, scales = (dense.key, dense.query), (1.0, dense.variant.scale)
+        for n in range(1 + queries):
+            chunks, norm = chunks_and_norm(dense, tensors[n], at)
             self.norms.append(norm)
-            self.rows[:, :, n] = dense.repeated(chunks)
-        if queries:
-            self.rows[:, :, 1].mul_(dense.variant.scale)
-        self.key = self.rows[:, :, 0].contiguous()
+            factor = scales[n] if norm is None else (norm * scales[n]).unsqueeze(2)
+            into = self.rows[:, :, n].unflatten(1, (-1, dense.group))
+            torch.mul(chunks.unsqueeze(2).expand(into.shape), factor, out=into)
+        self.key = self.rows[:, :, 0]
         self.decay = decay_of(dense, at, self.value)
         self.pairs = self.decay.of_pairs(self.rows, self.key)
         self.system = self.pairs[:, :, 0] * self.beta.unsqueeze(-1)
@@ -106,14 +103,14 @@ class Block:
 
     def update(self, n: int, state: Tensor) -> tuple[Tensor, Tensor]:
         """What chunk n writes for its keys, given the state before it; what rows read of that."""
-        read = torch.bmm(self.new[:, n].flatten(1, 2), state)
-        error = self.value[:, n] - read[:, : self.at.chunk]
-        error.mul_(self.beta[:, n].unsqueeze(-1))
-        return solve(self.system[:, n], error), read
+        read = torch.bmm(self.new[n].flatten(1, 2), state)
+        error = self.value[n] - read[:, : self.at.chunk]
+        error.mul_(self.beta[n].unsqueeze(-1))
+        return solve(self.system[n], error), read
 
     def advance(self, n: int, state: Tensor, update: Tensor) -> None:
         """Let the state fade by chunk n and take its updates in, in place."""
-        state.mul_(self.whole[:, n]).baddbmm_(self.old_key[:, n].mT, update)
+        state.mul_(self.whole[n]).baddbmm_(self.old_key[n].mT, update)
 
 
 def decay_of(dense: DenseRows, at: Span, like: Tensor) -> ChunkDecay:
@@ -125,13 +122,12 @@ def decay_of(dense: DenseRows, at: Span, like: Tensor) -> ChunkDecay:
     return ChannelDecay(dense.chunks(dense.decay, at))
 
 
-def normalized(dense: DenseRows, rows: Tensor, at: Span) -> tuple[Tensor, Tensor | None]:
-    """Chunks of queries or keys, and what each row was multiplied by to get length 1, if it was."""
+def chunks_and_norm(dense: DenseRows, rows: Tensor, at: Span) -> tuple[Tensor, Tensor | None]:
+    """Chunks of queries or keys, and what each row is multiplied by to get length 1, if it is."""
     chunks = dense.chunks(rows, at)
     if not dense.variant.normalize_qk:
         return chunks, None
-    norm = torch.rsqrt(chunks.square().sum(-1, keepdim=True).add_(NORM_EPS))
-    return chunks * norm, norm
+    return chunks, torch.rsqrt(chunks.square().sum(-1, keepdim=True).add_(NORM_EPS))
 
 
 def solve(system: Tensor, right: Tensor, transposed: bool = False) -> Tensor:
@@ -153,13 +149,12 @@ def attend(dense: DenseRows, spans: list[Span], state: Tensor, output: Tensor) -
 
 
 def _read(dense: DenseRows, at: Span, state: Tensor) -> Tensor:
-    """The output of a span, [count, chunks, chunk, value_dim]; the state takes it in."""
+    """The output of a span, [chunks, count, chunk, value_dim]; the state takes it in."""
     block = Block(dense, at)
-    found = torch.empty_like(block.value)
+    found = state.new_empty(at.chunks, dense.count, at.chunk, dense.value_dim)
     for n in range(at.chunks):
         update, read = block.update(n, state)
-        read = read[:, at.chunk :]
-        torch.baddbmm(read, block.pairs[:, n, 1], update, out=found[:, n])
+        torch.baddbmm(read[:, at.chunk :], block.pairs[n, :, 1], update, out=found[n])
         block.advance(n, state, update)
     return found
 

@@ -31,8 +31,9 @@ from saccade.runtime.spec import KernelConfig, LinearInputs, accumulate_dtype
 from saccade.runtime.validation import computed_without
 
 CHUNK = 64
-CHUNKS_AT_ONCE = 16  # of all heads: about as many numbers as a processor's cache holds
+CHUNKS_AT_ONCE = 32  # of all heads: fewer take longer to start, more leave the cache
 TOKENS_AT_ONCE = 8  # of a step: more are a chunk
+LARGE_STATE = 2**16  # numbers: copying it out of a pool takes longer than a step of its own
 
 
 @computed_without
@@ -79,28 +80,44 @@ def step(
 ) -> Tensor:
     """Output of a few new tokens; see `saccade.gated_delta_rule_step`.
 
-    States in the accumulation dtype are changed where they lie; others, and those out of a pool,
-    are copied, changed and copied back.
+    States in the accumulation dtype are changed where they lie; others, and small ones out of a
+    pool, are copied, changed and copied back.
     """
     output = empty_delta_results(inputs).output
     if output.numel() == 0 and inputs.query.numel() == 0:
         return output
     wide = accumulate_dtype(inputs.query.dtype)
-    stored = state if state_index is None else state[state_index]
-    sums = stored.to(wide).contiguous()
+    for batch, entries in _selections(state, state_index):
+        stored = state[entries]
+        sums = stored.to(wide).contiguous()
+        rows: list[Any] = [each if each is None else each[batch] for each in inputs[:5]]
+        part = DeltaInputs(*rows)
+        _advance(part, variant, sums, output[batch])
+        if sums is not stored or isinstance(entries, Tensor):
+            state[entries] = sums.to(state.dtype)
+    return output
+
+
+def _selections(state: Tensor, state_index: Tensor | None) -> Iterator[tuple[slice, Any]]:
+    """Parts of a step's batch, with the entries of the pool that they change."""
+    if state_index is None:
+        yield slice(None), slice(None)
+    elif state.shape[0] == 0 or state[0].numel() < LARGE_STATE:
+        yield slice(None), state_index  # an index copies
+    else:
+        for n, entry in enumerate(state_index.tolist()):
+            yield slice(n, n + 1), slice(entry, entry + 1)
+
+
+def _advance(inputs: DeltaInputs, variant: DeltaVariant, state: Tensor, output: Tensor) -> None:
+    """Write the output of a few tokens; change the states [batch, value_heads, …]."""
     for piece in _head_slices(inputs, all_heads=True):
-        dense = piece.dense(inputs, variant)
+        dense, sums = piece.dense(inputs, variant), state.flatten(0, 1)
         if dense.length > TOKENS_AT_ONCE:
-            spans = _spans(dense, KernelConfig())
-            delta_forward.attend(dense, spans, sums.flatten(0, 1), output)
+            delta_forward.attend(dense, _spans(dense, KernelConfig()), sums, output)
             continue
         for t in range(dense.length):
-            output[:, :, t] = _token(dense, t, sums.flatten(0, 1)).view(output[:, :, t].shape)
-    if state_index is not None:
-        state[state_index] = sums.to(state.dtype)
-    elif sums is not state:
-        state.copy_(sums)
-    return output
+            output[:, :, t] = _token(dense, t, sums).view(output[:, :, t].shape)
 
 
 def _token(dense: DenseRows, t: int, state: Tensor) -> Tensor:
@@ -112,17 +129,17 @@ def _token(dense: DenseRows, t: int, state: Tensor) -> Tensor:
     at = Span(t, t + 1, 1)
     rows = []
     for tensor in (dense.key, dense.query):
-        one = dense.chunks(tensor, at).squeeze(1)  # [batch · key_heads, 1, head_dim]
+        one = dense.chunks(tensor, at).squeeze(0)  # [batch · key_heads, 1, head_dim]
         if dense.variant.normalize_qk:
             one = one * torch.rsqrt(one.square().sum(-1, keepdim=True) + NORM_EPS)
-        rows.append(dense.repeated(one))
+        rows.append(one.repeat_interleave(dense.group, 0))
     key, query = rows[0], rows[1] * dense.variant.scale
     if dense.decay is not None:
         factor = dense.chunks(dense.decay, at).exp().view(dense.count, -1, 1)
         state.mul_(factor)
     read = torch.cat([key, query], 1) @ state
-    update = dense.chunks(dense.value, at).squeeze(1) - read[:, :1]
-    update.mul_(dense.chunks(dense.beta, at))
+    update = dense.chunks(dense.value, at).squeeze(0) - read[:, :1]
+    update.mul_(dense.chunks(dense.beta, at).view(-1, 1, 1))
     state.addcmul_(key.mT, update)
     return read[:, 1:].addcmul(update, (query * key).sum(-1, keepdim=True)).squeeze(1)
 
