@@ -136,7 +136,7 @@ def refused(error: type[Exception], texts: list[str], call: Callable[[], Any]) -
 VARIED = ("none", "alibi", "bias", "own", "head_bias", "bias >> softcap", "key_bias")
 for _number, _mask in enumerate(MASKS):
     for _packed in (False, True):
-        _turn = METHODS[(_number + _packed) % 3]  # of two ranks, who take one method each time
+        _turn = METHODS[(_number + _packed) % 3]  # of two ranks; four take the others
         _description = {
             "mask": _mask, "lengths": PACKED if _packed else DENSE, "packed": _packed,
             "score": VARIED[(_number + 3 * _packed) % len(VARIED)], "sinks": bool(_number % 2),
@@ -151,7 +151,7 @@ for _number, _mask in enumerate(MASKS):
                 _description,
             )
             def _masked(group: Any, method: str, turn: str, description: dict[str, Any]) -> None:
-                if dist.get_world_size(group) > 2 or method == turn:
+                if (dist.get_world_size(group) == 2) == (method == turn):
                     compare(group, method, **description)
 
 

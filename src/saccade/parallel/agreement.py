@@ -121,8 +121,6 @@ def reporting(plan: Any, what: str) -> Iterator[None]:
     note(plan, what)
     try:
         yield
-    except dist.DistError as error:
-        raise RuntimeError(_where(plan, what)) from error
     except RuntimeError as error:
         raise RuntimeError(_where(plan, what)) from error
 
