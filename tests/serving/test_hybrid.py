@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import pathlib
+import random
 from typing import Any
 
 import pytest
@@ -232,3 +234,49 @@ def test_layers_are_what_they_were_for_everybody_else() -> None:
     with pytest.raises(KeyboardInterrupt):
         layers.call(Alone(), lambda: served(torch.tensor([[1, 2, 3]]), use_cache=False))  # type: ignore[arg-type]
     assert [module._compiled_call_impl for module in served.modules()] == before
+
+
+@pytest.mark.slow  # what it mixes at random is tested above, one by one
+@pytest.mark.parametrize("seed", range(12))
+def test_random_arrivals_cancels_and_faults(seed: int, monkeypatch: Any) -> None:
+    chance = random.Random(seed)
+    name = chance.choice([*KINDS, "Zamba2"])
+    sequences = chance.choice([2, 3, 4])
+    options: dict[str, Any] = {
+        "num_pages": chance.choice([9, 12, 24]), "page_size": chance.choice([2, 4, 8]),
+        "max_batch_tokens": chance.choice([5, 9, 16]), "max_sequences": sequences,
+        "preemption": chance.choice(["swap", "recompute"]), "host_pages": chance.choice([None, 3]),
+        "run_ahead": chance.choice([None, True]), "batch_sizes": chance.choice([None, [sequences]]),
+    }  # fmt: skip
+    served = made(name, **options)
+    beginnings = [[chance.randrange(3, 97) for _ in range(length)] for length in (0, 9, 17)]
+    live: list[tuple[Any, list[int], int]] = []
+    write, faults = models.StepStates.write, [0]
+
+    def failing(self: Any, *arguments: Any) -> None:
+        faults[0] -= 1
+        if faults[0] == 0:
+            raise RuntimeError("no memory")
+        write(self, *arguments)
+
+    monkeypatch.setattr(models.StepStates, "write", failing)
+    for _ in range(50):
+        if chance.random() < 0.3:
+            prompt = [*chance.choice(beginnings), *(chance.randrange(3, 97) for _ in range(4))]
+            count = chance.randint(1, 8)
+            if sum(served._scheduler.pages_for(len(prompt) + count - 1)) <= options["num_pages"]:
+                samples = served.submit_samples(
+                    prompt, chance.randint(1, 2), max_new_tokens=count, stop_tokens=()
+                )
+                live += [(sample, prompt, count) for sample in samples]
+        if live and chance.random() < 0.06:
+            live.pop(chance.randrange(len(live)))[0].cancel()
+        faults[0] = chance.randint(1, 4) if chance.random() < 0.05 else 0
+        with contextlib.suppress(RuntimeError):
+            served.step()
+        served.cache.check()
+    faults[0] = 0
+    for sample, prompt, count in live:
+        assert sample.result().tokens == uncached(name, tuple(prompt), count)
+    served.run()
+    assert_nothing_is_held(served)
