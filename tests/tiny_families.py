@@ -293,6 +293,14 @@ HYBRIDS = [
         "ssm_state_size": 8, "chunk_size": 4, "n_routed_experts": 4, "n_group": 1, "topk_group": 1,
         "moe_shared_expert_intermediate_size": 16,
     }),
+    decoder("Kimi Linear", "KimiLinearForCausalLM", {
+        **SIZES, **LATENT, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "num_experts_per_token": 2, "linear_head_dim": 8, "linear_num_heads": 4,
+    }),
+    decoder("Bailing Hybrid", "BailingHybridForCausalLM", {
+        **SIZES, **LATENT, "layer_types": ["linear_attention", "full_attention"], "num_experts": 4,
+        "head_dim": 8,
+    }),
     decoder("ZAYA1", "ZayaForCausalLM", {**GROUPED, **EXPERTS, "num_experts_per_tok": 1}),
     decoder("Mamba", "MambaForCausalLM", {**SIZES, "state_size": 8}),
     decoder("Mamba-2", "Mamba2ForCausalLM", {
