@@ -273,9 +273,11 @@ def _plan(
         first_rows = torch.arange(table.shape[1], device="cpu") * inputs.page_size
         table = table.where(first_rows < lens.unsqueeze(1), 0)
         partial = flash_tile.partial(seen, inputs.query.dtype)
-        parts = _parts(inputs.key_pages, table), _parts(inputs.value_pages, table)
+        of_keys = of_values = _parts(inputs.key_pages, table)
+        if inputs.value_pages.is_contiguous() != inputs.key_pages.is_contiguous():
+            of_values = _parts(inputs.value_pages, table)
         rows = _rows(inputs, sequences, ends)
-        found.append(PlannedGroup(sequences, kv_len, rows, partial, *parts))
+        found.append(PlannedGroup(sequences, kv_len, rows, partial, of_keys, of_values))
     if products_take(inputs):
         others = {*range(batch)}.difference(*(group.sequences for group in short))
         places = {
@@ -371,6 +373,8 @@ def _seen(
     kv_len: int,
 ) -> Bool[Tensor, "#batch #heads 1 #kv_len"]:  # fmt: skip
     """Which keys the one row of each sequence sees."""
+    if not variant.mask:
+        return torch.arange(kv_len, device="cpu") < lens.view(-1, 1, 1, 1)
     at = Coordinates(
         batch=chosen.view(-1, 1, 1, 1),
         head=index_range(0, heads, 1),
