@@ -186,9 +186,13 @@ def assert_delta_exact(case: DeltaCase, implementation: str, **more: Any) -> Non
         >>> case = saccade.testing.make_delta_case(lengths=(7,))
         >>> saccade.testing.assert_delta_exact(case, "cpu")
     """
-    exact, got = delta_oracle(case), case.run(implementation, **more)
-    allowed = bounds(exact, case.run_plain(), _spread(case, exact), case.description.dtype)
-    assert_within(got, exact, allowed, str(case.description))
+    assert_within(case.run(implementation, **more), *expected(case), str(case.description))
+
+
+def expected(case: DeltaCase) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The exact results of a case, and the error that is allowed to each of their numbers."""
+    exact = delta_oracle(case)
+    return exact, bounds(exact, case.run_plain(), _spread(case, exact), case.description.dtype)
 
 
 # ---- rounding errors -----------------------------------------------------------------------------
