@@ -208,11 +208,7 @@ def state_gradients(
 def by_channel(tile, META: tl.constexpr):
     """The sum of each channel's rows; of all where channels do not fade by themselves, in one step
     (a sum of sums fails to compile for sm_100, Triton 3.6)."""
-    if META.BY_CHANNEL:
-        found = tl.sum(tile, 0)
-    else:
-        found = tl.sum(tile)
-    return found
+    return tl.sum(tile, 0) if META.BY_CHANNEL else tl.sum(tile)
 
 
 @triton.jit
