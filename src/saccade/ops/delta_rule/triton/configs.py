@@ -48,7 +48,7 @@ _CDNA = (
 )
 # Without tensor cores, float32 and all of Turing: operands lie in shared memory.
 _SLOW = (
-    DeltaConfig(16, 16, 4, 1, 16, 4, 16, 4),
+    DeltaConfig(16, 16, 4, 1, 16, 4, 16, 8),
     DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
     DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
 )
