@@ -335,8 +335,8 @@ for _place in (BATCH, HEADS):
 def _delta_packed(mesh: Any) -> None:
     rows = [drawn(12, 2, 8), drawn(12, 2, 8) / 3, drawn(12, 4, 8), torch.rand(12, 4).double()]
 
-    def call(*rows: Any) -> Any:
-        return saccade.gated_delta_rule_varlen(*rows, OFFSETS, return_state=True)
+    def call(query: Any, key: Any, value: Any, beta: Any) -> Any:
+        return saccade.gated_delta_rule_varlen(query, key, value, beta, OFFSETS, return_state=True)
 
     compare(mesh, call, rows, [HEADS] * 4)
 

@@ -14,7 +14,7 @@ from tiny_families import DECODERS, HYBRIDS
 
 import saccade
 from saccade.integrations.transformers import StateLayers, StateRows
-from saccade.serving import model as models
+from saccade.serving import states as step_states
 
 DOCS = pathlib.Path(__file__).parents[2] / "docs"
 FAMILIES = {family.name: family for family in (*DECODERS, *HYBRIDS)}
@@ -161,14 +161,14 @@ def test_cancelled_requests_and_steps_that_fail(name: str, monkeypatch: Any) -> 
     for _ in range(3):
         served.step()
     requests[0].cancel()
-    steps, keep = iter(range(100)), models.StepStates.write
+    steps, keep = iter(range(100)), step_states.StepStates.write
 
     def failing(self: Any, *arguments: Any) -> None:
         if next(steps) == 3:
             raise RuntimeError("no memory")
         keep(self, *arguments)
 
-    monkeypatch.setattr(models.StepStates, "write", failing)
+    monkeypatch.setattr(step_states.StepStates, "write", failing)
     with pytest.raises(RuntimeError, match="no memory"):
         served.run()
     served.run()  # some states had been written by that step, and are worked out anew
@@ -251,7 +251,7 @@ def test_random_arrivals_cancels_and_faults(seed: int, monkeypatch: Any) -> None
     served = made(name, **options)
     beginnings = [[chance.randrange(3, 97) for _ in range(length)] for length in (0, 9, 17)]
     live: list[tuple[Any, list[int], int]] = []
-    write, faults = models.StepStates.write, [0]
+    write, faults = step_states.StepStates.write, [0]
 
     def failing(self: Any, *arguments: Any) -> None:
         faults[0] -= 1
@@ -259,7 +259,7 @@ def test_random_arrivals_cancels_and_faults(seed: int, monkeypatch: Any) -> None
             raise RuntimeError("no memory")
         write(self, *arguments)
 
-    monkeypatch.setattr(models.StepStates, "write", failing)
+    monkeypatch.setattr(step_states.StepStates, "write", failing)
     for _ in range(50):
         if chance.random() < 0.3:
             prompt = [*chance.choice(beginnings), *(chance.randrange(3, 97) for _ in range(4))]

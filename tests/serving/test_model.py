@@ -11,6 +11,7 @@ import transformers
 import saccade
 import saccade.integrations.transformers as integration
 from saccade.serving import model as models
+from saccade.serving import states as step_states
 
 MAMBA = {"mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16}
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -92,9 +93,9 @@ def test_what_is_not_known_by_name_is_found_out(kind, dtype, no_states):
 def test_states_that_are_lost_between_chunks_are_found_out(kind, monkeypatch):
     model = tiny(kind, HYBRID[kind]).to(torch.bfloat16)
     assert_fits(model)
-    read = models.StepStates.read
+    read = step_states.StepStates.read
     monkeypatch.setattr(
-        models.StepStates, "read", lambda *of: [state.zero_() for state in read(*of)]
+        step_states.StepStates, "read", lambda *of: [state.zero_() for state in read(*of)]
     )
     with pytest.raises(ValueError, match=f"got {type(model).__name__}, whose logits differ by"):
         saccade.Engine(model)

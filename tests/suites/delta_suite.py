@@ -288,7 +288,7 @@ class TestSteps:
         case = implementation.delta_case(
             decay=decay, lengths=(12,), state=True, normalize_qk=True, heads=(1, 2)
         )
-        tensors = dict(case.tensors)
+        tensors: dict[str, Any] = dict(case.tensors)
         state = tensors.pop("initial_state")
         call: Any = saccade.gated_delta_rule
         whole, last = call(
@@ -315,7 +315,7 @@ class TestSteps:
         self, implementation: Implementation
     ) -> None:
         case = implementation.delta_case(decay="heads", lengths=(1,), state=True)
-        tensors = dict(case.tensors)
+        tensors: dict[str, Any] = dict(case.tensors)
         state = tensors.pop("initial_state")
         wanted = state.clone()
         output = saccade.gated_delta_rule_step(

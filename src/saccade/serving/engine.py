@@ -464,7 +464,7 @@ class Engine:
         )  # fmt: skip
         self.num_pages, self._tokenizer = sum(self.cache.num_pages), tokenizer
         # Where there are states, there is one for each sequence that runs.
-        self.max_sequences = min(max_sequences, self.cache.num_states or max_sequences)
+        self.max_sequences: int = min(max_sequences, self.cache.num_states or max_sequences)
         self._scheduler = Scheduler(
             self.cache, max_batch_tokens=max_batch_tokens, max_sequences=self.max_sequences,
             preemption=preemption,

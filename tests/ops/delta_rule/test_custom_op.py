@@ -59,7 +59,7 @@ def test_opcheck(name: str, unchecked_shapes: None) -> None:
     plain = arguments(False)
     output, state = custom_op.DELTA.op(*plain)
     grads = torch.randn_like(output), torch.randn_like(state)
-    partly = {"test_utils": ("test_schema", "test_faketensor")}
+    partly: dict[str, Any] = {"test_utils": ("test_schema", "test_faketensor")}
     torch.library.opcheck(custom_op.DELTA.backward_op, (*grads, *plain), **partly)
     if "packed" not in name:
         stepped = (state, None, *plain[:5], None, None, *plain[7:])

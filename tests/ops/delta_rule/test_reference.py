@@ -62,10 +62,11 @@ def test_gradients(implementation: str, decay: str) -> None:
     leaves = [each.requires_grad_() for each in inputs]
     config = None if implementation == "reference" else saccade.KernelConfig(kv_tile=4)
 
-    def call(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *more: Tensor) -> Any:
+    def call(query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *more: Any) -> Any:
+        *decays, state = more
         return saccade.gated_delta_rule(
-            query, key, value, beta, decay=None if len(more) < 2 else more[0],
-            initial_state=more[-1], normalize_qk=decay == "heads", return_state=True,
+            query, key, value, beta, decay=decays[0] if decays else None, initial_state=state,
+            normalize_qk=decay == "heads", return_state=True,
             implementation=implementation, config=config,
         )  # fmt: skip
 

@@ -104,10 +104,14 @@ def test_layers_share_a_plan_until_lengths_or_pages_change():
     again = inputs._replace(kv_lens=inputs.kv_lens.clone(), query=inputs.query + 1)
     assert paged_cpu.planned_groups(again, variant, None)[0] is group
     again.kv_lens[0] -= 1  # a plan goes by what is in the tensors, not by the tensors
-    assert paged_cpu.planned_groups(again, variant, None)[0].kv_len == 39
+    (shorter,) = paged_cpu.planned_groups(again, variant, None)
+    assert isinstance(shorter, paged_cpu.PlannedGroup)
+    assert shorter.kv_len == 39
     swapped = inputs._replace(page_table=inputs.page_table.clone())
     swapped.page_table[0, :2] = inputs.page_table[0, :2].flip(0)
     (other,) = paged_cpu.planned_groups(swapped, variant, None)
+    assert isinstance(group, paged_cpu.PlannedGroup)
+    assert isinstance(other, paged_cpu.PlannedGroup)
     assert not torch.equal(other.key_parts, group.key_parts)
 
 
@@ -134,7 +138,7 @@ def test_longer_sequences_are_read_where_they_lie(monkeypatch, page_size, mask, 
         head_dim=16, value_dim=16, scattered=False, memory="heads_first",
     )  # fmt: skip
     inputs, variant = case.prepared()
-    ends = None if not packed else inputs.cu_seqlens_q.tolist()
+    ends = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.tolist()
     kinds = [
         (type(group).__name__, group.sequences)
         for group in paged_cpu.planned_groups(inputs, variant, ends)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import saccade
-from saccade.ops.delta_rule.cpu import backward, decay, host
+from saccade.ops.delta_rule.cpu import backward, decay, forward, host
 from saccade.runtime.delta_spec import DECAY_KINDS
 from saccade.testing import make_delta_case
 
@@ -34,7 +34,7 @@ def test_segments_of_a_long_sequence_make_its_states_again(
 def test_segments_are_about_as_long_as_there_are_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that states at their starts and inside of one take equally much memory."""
     held: list[int] = []
-    make = backward.states_before
+    make = forward.states_before
 
     def states_before(dense: Any, spans: list[Any], state: Any) -> Any:
         held.append(len(spans))
@@ -94,7 +94,7 @@ def test_factors_of_channels_are_products_of_halves() -> None:
 def test_a_step_of_many_tokens_is_one_call() -> None:
     """Beyond a few tokens they are a chunk."""
     case = make_delta_case(lengths=(20,), decay="channels", state=True, dtype=F64)
-    tensors = dict(case.tensors)
+    tensors: dict[str, Any] = dict(case.tensors)
     state = tensors.pop("initial_state")
     wanted, last = rule(**tensors, initial_state=state, return_state=True)
     output = saccade.gated_delta_rule_step(state, **tensors)
@@ -103,7 +103,7 @@ def test_a_step_of_many_tokens_is_one_call() -> None:
 
 def test_large_states_of_a_pool_change_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_delta_case(lengths=(3,), decay="heads", state=True)
-    tensors = dict(case.tensors)
+    tensors: dict[str, Any] = dict(case.tensors)
     state = tensors.pop("initial_state")
     wanted = state.clone()
     output = saccade.gated_delta_rule_step(wanted, **tensors)
