@@ -35,6 +35,7 @@ OF_TRITON: tuple[str, ...] = (
     "tests/gpu/test_signature.py",
     "tests/ops/linear_attention/triton/test_passes.py",
     "tests/ops/attention/triton/test_one_loop.py",
+    "tests/ops/delta_rule/triton/test_kernels.py",
     "tests/test_interpreter.py",
 )
 OF_TORCH = ("tests/integrations/test_sdpa_stand_in.py", "tests/ops/attention/test_custom_op.py")
