@@ -6,18 +6,18 @@ import sys
 
 PROGRAM = """
 import json, sys, time
-start = time.perf_counter()
+start = time.process_time()
 import torch
-before, begin = set(sys.modules), time.perf_counter()
+before, begin = set(sys.modules), time.process_time()
 import saccade
-end = time.perf_counter()
+end = time.process_time()
 print(json.dumps([end - begin, begin - start, sorted(set(sys.modules) - before)]))
 """
 HEAVY = {"torch._dynamo", "torch._inductor", "triton", "hypothesis", "matplotlib", "rich", "typer"}
 
 
 def imported() -> tuple[float, float, list[str]]:
-    """Seconds for saccade and for torch before it, and the modules that saccade brings."""
+    """Processor seconds for saccade, those for torch before it, and the modules it brings."""
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True)
     return tuple(json.loads(done.stdout))
 

@@ -110,8 +110,11 @@ def test_one_graph_trains_as_sdpa(name: str, kind: str) -> None:
     assert counter.frame_count == 1
 
 
+SLOW = pytest.mark.slow
+
+
 @pytest.mark.parametrize(
-    "kind", [pytest.param("plain", marks=pytest.mark.slow), "padded", "packed"]
+    "kind", [pytest.param("plain", marks=SLOW), "padded", pytest.param("packed", marks=SLOW)]
 )
 def test_batches_of_other_lengths_compile_nothing_anew(kind: str) -> None:
     ours, theirs = pair("qwen3")
@@ -131,7 +134,7 @@ def test_padding_is_read_when_the_graph_runs() -> None:
     assert counter.frame_count == 1
 
 
-@pytest.mark.parametrize("kind", ["padded", "packed"])
+@pytest.mark.parametrize("kind", [pytest.param("padded", marks=SLOW), "packed"])
 def test_with_checkpoints_inside(kind: str) -> None:
     ours, theirs = pair("gemma3")
     with warnings.catch_warnings():  # a later transformers calls it activation checkpointing
@@ -211,6 +214,7 @@ def test_a_graph_mask_is_no_number() -> None:
         torch.where(graph_mask(), scores, 0.0)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
 
+@pytest.mark.slow
 def test_generates_with_a_static_cache() -> None:
     ours, theirs = pair("llama")
     ours.eval()

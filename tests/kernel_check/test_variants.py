@@ -110,6 +110,7 @@ def test_what_is_listed_is_compiled_and_kept(monkeypatch: pytest.MonkeyPatch, tm
         stored_code.cache.cache_clear()
 
 
+@pytest.mark.slow
 def test_a_sample_is_spread_over_all() -> None:
     console = Console(quiet=True)
     codes = variants.compile_with_progress("sm_80", "linear_row_dot", 2, console, 1, LINEAR)
@@ -133,6 +134,7 @@ def code_of(cubin: bytes) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.slow
 def test_line_numbers_that_are_left_out_change_no_instruction(
     monkeypatch: pytest.MonkeyPatch, tmp_path
 ) -> None:

@@ -240,8 +240,8 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=200,
-    stateful_step_count=50,  # 10,000 steps in all
+    max_examples=120,
+    stateful_step_count=50,  # 6,000 steps in all
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],

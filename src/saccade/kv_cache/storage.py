@@ -378,7 +378,7 @@ def write_kv_cache(  # breaks function-length: most of it is the docstring
     tensors = (
         key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales, cos, sin,
     )  # fmt: skip
-    if key.device.type == "cpu" and not torch.compiler.is_compiling() and unobserved(tensors):
+    if key.device.type == "cpu" and values_readable(slot_mapping) and unobserved(tensors):
         _write(*tensors, interleaved)  # the dispatcher takes as long as a few rows do
     else:
         torch.ops.saccade.write_kv_cache.default(*tensors, interleaved)

@@ -97,7 +97,9 @@ def qkv(length: int, batch: int = 2, heads: int = 4, kv_heads: int = 2) -> list[
 
 
 class TestCompile:
-    @pytest.mark.parametrize("implementation", ["cpu", "reference"])
+    @pytest.mark.parametrize(
+        "implementation", ["cpu", pytest.param("reference", marks=pytest.mark.slow)]
+    )
     def test_fullgraph_with_dynamic_shapes(self, implementation: str) -> None:
         def function(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             mask = masks.causal() & masks.window(9, 2)
