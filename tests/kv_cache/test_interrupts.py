@@ -178,7 +178,7 @@ def run(layered: bool, line: int, *files: str) -> bool:
 @pytest.mark.parametrize(
     ("layered", "stride", "files"),
     [
-        (False, 1, ["kv_cache/sequences.py", "kv_cache/storage.py"]),
+        (False, 2, ["kv_cache/sequences.py", "kv_cache/storage.py"]),
         (
             False,
             5,

@@ -262,7 +262,7 @@ def jobs(
     return [job for job in found if job.kernels]
 
 
-SAMPLE = 32
+SAMPLE = 64
 READER = Path(__file__).with_name("machine_code.py")
 
 Known = Mapping[str, Sequence[int]]
