@@ -454,10 +454,12 @@ def _label_axes(axes: Any, title: str, unit: str, measured: list[Measured]) -> N
     from matplotlib.ticker import LogLocator
 
     lengths = sorted({one.length for one in measured})
-    axes.set(title=title, xlabel="sequence length", ylabel=unit, xscale="log", yscale="log")
+    # A logarithmic axis takes no axes without a point: of memory there is none where no call grew.
+    scale = "log" if any(len(line.get_xdata()) for line in axes.lines) else "linear"
+    axes.set(title=title, xlabel="sequence length", ylabel=unit, xscale=scale, yscale=scale)
     axes.set_xticks(lengths, [f"{length // 1024}k" for length in lengths])
     axes.minorticks_off()
-    # 1, 2 and 5 of each power of ten: a few lengths span less than one power.
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+    if scale == "log":  # 1, 2 and 5 of each power of ten: a few lengths span less than one power
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
     axes.grid(True, alpha=0.3)
