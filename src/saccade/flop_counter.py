@@ -28,7 +28,7 @@ from torch import Tensor
 from saccade.ops.attention.api import ATTENTION
 from saccade.ops.delta_rule import custom_op as delta_op
 from saccade.ops.delta_rule import validation as delta_validation
-from saccade.ops.linear_attention.custom_op import LINEAR, variant_of
+from saccade.ops.linear_attention.custom_op import LINEAR
 from saccade.ops.linear_attention.validation import problem_of
 from saccade.ops.paged_attention.api import PAGED
 
@@ -66,13 +66,13 @@ def paged_flops(*arguments: Any, out_val: Any = None) -> int:
 def linear_flops(*arguments: Any, out_val: Any = None) -> int:
     """Products with the state and within chunks; see `LinearProblem.flops`."""
     inputs, tables, plain = LINEAR.split(arguments)
-    return problem_of(inputs, variant_of(tables, plain), None).flops
+    return problem_of(inputs, LINEAR.variant_of(tables, plain), None).flops
 
 
 def linear_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """The gradients' products; see `LinearProblem.backward_flops`."""
     inputs, tables, plain = LINEAR.split(arguments[5:])
-    return problem_of(inputs, variant_of(tables, plain), None).backward_flops
+    return problem_of(inputs, LINEAR.variant_of(tables, plain), None).backward_flops
 
 
 def step_flops(*arguments: Any, out_val: Any = None) -> int:
@@ -86,13 +86,13 @@ def step_flops(*arguments: Any, out_val: Any = None) -> int:
 def delta_flops(*arguments: Any, out_val: Any = None) -> int:
     """Products with the state and within chunks; see `DeltaProblem.flops`."""
     inputs, tables, plain = delta_op.DELTA.split(arguments)
-    return delta_validation.problem_of(inputs, delta_op.variant_of(tables, plain), None).flops
+    return delta_validation.problem_of(inputs, delta_op.DELTA.variant_of(tables, plain), None).flops
 
 
 def delta_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """The gradients' products; see `DeltaProblem.backward_flops`."""
     inputs, tables, plain = delta_op.DELTA.split(arguments[2:])
-    variant = delta_op.variant_of(tables, plain)
+    variant = delta_op.DELTA.variant_of(tables, plain)
     return delta_validation.problem_of(inputs, variant, None).backward_flops
 
 

@@ -53,7 +53,7 @@ def test_opcheck(name: str, unchecked_shapes: None) -> None:
         leaves = {key: leaf.detach() for key, leaf in case.leaves().items()}
         leaves = {key: leaf.requires_grad_(requires_grad) for key, leaf in leaves.items()}
         inputs, variant = case.prepared(leaves)[:2]
-        return (*inputs, *custom_op.flatten(CheckedCall(variant, None, "cpu", "cpu")))
+        return (*inputs, *custom_op.VALUES.flatten(CheckedCall(variant, None, "cpu", "cpu")))
 
     torch.library.opcheck(custom_op.DELTA.op, arguments(True))
     plain = arguments(False)

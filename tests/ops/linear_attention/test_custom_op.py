@@ -49,7 +49,7 @@ def operator_arguments(name: str, requires_grad: bool) -> tuple[Any, ...]:
     prepared = case.prepared(leaves)
     return (
         *prepared.inputs,
-        *linear_custom_op.flatten(CheckedCall(prepared.variant, None, "cpu", "cpu")),
+        *linear_custom_op.VALUES.flatten(CheckedCall(prepared.variant, None, "cpu", "cpu")),
     )
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.ops.delta_rule import custom_op, reference
-from saccade.ops.delta_rule.custom_op import DELTA, delta_step_op, flatten
+from saccade.ops.delta_rule.custom_op import DELTA, VALUES, delta_step_op
 from saccade.ops.delta_rule.validation import check_pool, check_wishes, prepare
 from saccade.runtime import backends, call_cache
 from saccade.runtime.arguments import OFFSETS
@@ -301,4 +301,4 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
     forward_by = backends.choose(prepared.problem, implementation, "step")
     checked = CheckedCall(prepared.variant, None, forward_by)
     inputs = prepared.inputs._replace(initial_state=None)
-    return delta_step_op(state, index, *inputs, *flatten(checked))
+    return delta_step_op(state, index, *inputs, *VALUES.flatten(checked))

@@ -12,57 +12,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.runtime.backends import module_of
-from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import EXACT_STRIDES, Arguments, Gradient, Operation
 from saccade.runtime.delta_spec import (
-    DeltaGradients,
     DeltaInputs,
-    DeltaResults,
     DeltaVariant,
     empty_delta_gradients,
     empty_delta_results,
 )
+from saccade.runtime.plain_values import PLAIN_VALUES, PlainValues, listed
 from saccade.runtime.shards import DENSE, OF_NEITHER, PACKED, Split, Where
-from saccade.runtime.spec import KernelConfig
 
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor beta, Tensor? decay, Tensor? initial_state, "
     "Tensor? cu_seqlens"
 )
-PLAIN_VALUES = "bool normalize_qk, float scale, int[] config, str forward_by, str backward_by"
-NUM_VARIANT = len(DeltaVariant._fields)
-CONFIG, FORWARD_BY, BACKWARD_BY = range(NUM_VARIANT, NUM_VARIANT + 3)  # among the plain values
-
-
-def flatten(checked: CheckedCall, deterministic: bool = True) -> tuple[Any, ...]:
-    """PLAIN_VALUES of a call; its gradients are always deterministic."""
-    numbers = [] if checked.config is None else checked.config.numbers()
-    return (*checked.variant, numbers, checked.forward_by, checked.backward_by)
-
-
-def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> DeltaVariant:
-    """The variant that plain values stand for."""
-    return DeltaVariant(*plain[:NUM_VARIANT])
-
-
-def config_of(plain: Sequence[Any]) -> KernelConfig:
-    """The config that plain values stand for."""
-    return KernelConfig.of_numbers(plain[CONFIG]) if plain[CONFIG] else KernelConfig()
-
-
-def _prepare(
-    inputs: DeltaInputs, checked: CheckedCall
-) -> Callable[[DeltaInputs, DeltaVariant], DeltaResults]:
-    forward = module_of("delta_rule", checked.forward_by).forward
-    config = checked.config or KernelConfig()
-    return lambda inputs, variant: forward(inputs, variant, config)
-
-
-def _run(arguments: Arguments) -> tuple[Tensor, ...]:
-    inputs, tables, plain = arguments
-    module = module_of("delta_rule", plain[FORWARD_BY])
-    return tuple(module.forward(inputs, variant_of(tables, plain), config_of(plain)))
+VARIANT = "bool normalize_qk, float scale"
+VALUES = PlainValues("delta_rule", DeltaVariant)
 
 
 def _empty(arguments: Arguments) -> tuple[Tensor, ...]:
@@ -80,24 +45,20 @@ def _run_backward(
     grad_output, grad_state = results
     if grad_output is None:
         grad_output = torch.zeros_like(empty_delta_results(inputs).output)
-    backward = module_of("delta_rule", plain[BACKWARD_BY], "backward").backward
-    return _listed(backward(inputs, variant, config_of(plain), grad_output, grad_state))
-
-
-def _listed(gradients: DeltaGradients) -> list[Tensor]:
-    return [gradient for gradient in gradients if gradient is not None]
+    backward = VALUES.module_of(plain, "backward").backward
+    return listed(backward(inputs, variant, VALUES.config_of(plain), grad_output, grad_state))
 
 
 DELTA = Operation(
     "gated_delta_rule",
     DeltaInputs,
     TENSORS,
-    PLAIN_VALUES,
+    f"{VARIANT}, {PLAIN_VALUES}",
     num_results=2,
-    variant_of=variant_of,
-    flatten=flatten,
-    prepare=_prepare,
-    run=_run,
+    variant_of=VALUES.variant_of,
+    flatten=VALUES.flatten,
+    prepare=VALUES.prepare,
+    run=VALUES.run,
     empty=_empty,
     gradient=Gradient(
         schema="Tensor? grad_output, Tensor? grad_state",
@@ -105,7 +66,7 @@ DELTA = Operation(
         kept=(),
         inputs=(0, 1, 2, 3, 4, 5),
         run=_run_backward,
-        empty=lambda arguments, wanted: _listed(empty_delta_gradients(arguments.inputs)),
+        empty=lambda arguments, wanted: listed(empty_delta_gradients(arguments.inputs)),
     ),
 )
 
@@ -115,7 +76,7 @@ DELTA = Operation(
 STEP = "saccade::gated_delta_rule_step"
 torch.library.define(
     STEP,
-    f"(Tensor(a!) state, Tensor? state_index, {TENSORS}, {PLAIN_VALUES}) -> Tensor",
+    f"(Tensor(a!) state, Tensor? state_index, {TENSORS}, {VARIANT}, {PLAIN_VALUES}) -> Tensor",
     tags=EXACT_STRIDES,
 )
 delta_step_op = torch.ops.saccade.gated_delta_rule_step.default
@@ -123,8 +84,8 @@ delta_step_op = torch.ops.saccade.gated_delta_rule_step.default
 
 def _run_step(state: Tensor, state_index: Tensor | None, *arguments: Any) -> Tensor:
     inputs, tables, plain = DELTA.split(arguments)
-    step = module_of("delta_rule", plain[FORWARD_BY], "step").step
-    return step(state, state_index, inputs, variant_of(tables, plain))
+    step = VALUES.module_of(plain, "step").step
+    return step(state, state_index, inputs, VALUES.variant_of(tables, plain))
 
 
 def _empty_step(state: Tensor, state_index: Tensor | None, *arguments: Any) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from typing_extensions import Unpack
 
 from saccade.ops.linear_attention import custom_op, reference
-from saccade.ops.linear_attention.custom_op import LINEAR, flatten, linear_step_op
+from saccade.ops.linear_attention.custom_op import LINEAR, VALUES, linear_step_op
 from saccade.ops.linear_attention.feature_scaling import Scaling
 from saccade.ops.linear_attention.validation import SIGNED_MAPS, STATE_SHAPES, prepare
 from saccade.runtime import backends, call_cache
@@ -344,7 +344,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     if scaling is not None:
         _check_units(state.log_scale)
         inputs = _in_new_units(inputs, scaling)
-    output = linear_step_op(state.kv, state.key_sum, index, *inputs, *flatten(checked))
+    output = linear_step_op(state.kv, state.key_sum, index, *inputs, *VALUES.flatten(checked))
     if scaling is None:
         return output
     if state.log_scale is not None and inputs.key.shape[2] > 0:
