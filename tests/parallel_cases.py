@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import json
-import multiprocessing
 import sys
 import time
 import traceback
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from worlds import joined, run_worlds
 
 from saccade import masks, parallel, scores
 from saccade.testing import make_case, oracle, tolerances
@@ -330,38 +329,20 @@ def _late(group: Any) -> None:
 
 def run_rank(rank: int, world: int, folder: Path) -> None:
     """Run all cases as one rank of a world."""
-    store = FileStore(str(folder / f"store.{world}"), world)
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-    )
     said = {}
-    for name, run in CASES.items():
-        start = time.monotonic()
-        try:
-            torch.manual_seed(0)
-            run(dist.group.WORLD)
-            said[name] = ""
-        except Exception:
-            said[name] = traceback.format_exc()
-        if rank == 0:
-            print(f"{time.monotonic() - start:.2f} {name} {said[name]}", flush=True)
-    (folder / f"found.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
-    dist.destroy_process_group()
-
-
-def main(folder: Path, worlds: list[int]) -> int:
-    """Run worlds one after another; the exit status says whether all processes ended well."""
-    torch.set_num_threads(1)
-    context, failed = multiprocessing.get_context("fork"), 0
-    for world in worlds:
-        ranks = [context.Process(target=run_rank, args=(r, world, folder)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-            failed += process.exitcode != 0
-    return int(failed > 0)
+    with joined(rank, world, folder):
+        for name, run in CASES.items():
+            start = time.monotonic()
+            try:
+                torch.manual_seed(0)
+                run(dist.group.WORLD)
+                said[name] = ""
+            except Exception:
+                said[name] = traceback.format_exc()
+            if rank == 0:
+                print(f"{time.monotonic() - start:.2f} {name} {said[name]}", flush=True)
+        (folder / f"found.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
 
 
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))
+    sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 # transformers takes seconds to import: the processes alone do so.
-PROGRAM = Path(__file__).parents[1] / "sharding_cases.py"
+PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
 MODELS = ("llama", "gpt_oss", "packed", "unsummed")
 STEPS = 3
 pytestmark = pytest.mark.skipif(

@@ -1,6 +1,6 @@
 """Tiny models train with sequences sharded over processes, forked one world after another.
 
-    python tests/sharding_cases.py FOLDER WORLD [WORLD ...]
+    python tests/sharded_models.py FOLDER WORLD [WORLD ...]
 
 A world of one process trains as transformers does; each rank writes losses and what its weights
 became, by model, to a file.
@@ -9,9 +9,8 @@ became, by model, to a file.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import sys
-from datetime import timedelta
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import tiny_models
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import FileStore
+from worlds import joined, run_worlds
 
 from saccade.integrations.transformers import register, shard_sequences
 
@@ -94,31 +93,13 @@ def refusals() -> dict[str, str]:
 
 
 def run_rank(rank: int, world: int, folder: Path) -> None:
-    if world > 1:
-        store = FileStore(str(folder / f"store.{world}"), world)
-        dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
     models = MODELS if world < 4 else ("packed",)
-    said: dict[str, Any] = {name: trained(name, world) for name in models}
-    if world > 1:
-        said["refusals"] = refusals()
-        dist.destroy_process_group()
+    with joined(rank, world, folder) if world > 1 else nullcontext():
+        said: dict[str, Any] = {name: trained(name, world) for name in models}
+        if world > 1:
+            said["refusals"] = refusals()
     (folder / f"trained.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
 
 
-def main(folder: Path, worlds: list[int]) -> int:
-    torch.set_num_threads(1)
-    context, failed = multiprocessing.get_context("fork"), 0
-    for world in worlds:
-        ranks = [context.Process(target=run_rank, args=(r, world, folder)) for r in range(world)]
-        for process in ranks:
-            process.start()
-        for process in ranks:
-            process.join()
-            failed += process.exitcode != 0
-    return int(failed > 0)
-
-
 if __name__ == "__main__":
-    sys.exit(main(Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))
+    sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))

@@ -1,0 +1,40 @@
+"""Worlds of processes that talk by gloo, forked one world after another."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+
+@contextmanager
+def joined(rank: int, world: int, folder: Path) -> Iterator[None]:
+    """Be one rank of a world, whose processes meet in a file of the folder."""
+    store = FileStore(str(folder / f"store.{world}"), world)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+    )
+    yield
+    dist.destroy_process_group()
+
+
+def run_worlds(
+    run_rank: Callable[[int, int, Path], None], folder: Path, worlds: Sequence[int]
+) -> int:
+    """Run each world's ranks; the exit status says whether all processes ended well."""
+    torch.set_num_threads(1)
+    context, failed = multiprocessing.get_context("fork"), 0
+    for world in worlds:
+        ranks = [context.Process(target=run_rank, args=(r, world, folder)) for r in range(world)]
+        for process in ranks:
+            process.start()
+        for process in ranks:
+            process.join()
+            failed += process.exitcode != 0
+    return int(failed > 0)
