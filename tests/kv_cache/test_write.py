@@ -197,3 +197,11 @@ def test_a_gradient_is_refused():
 def test_scales_are_needed_by_int8():
     with pytest.raises(TypeError, match="key_scales: got None for pages of int8"):
         saccade.write_kv_cache(KEY, VALUE, pool(I8, 6), pool(I8, 3), SLOTS)
+
+
+def test_a_profiler_sees_the_operator():
+    pages = pool(torch.float32, 6), pool(torch.float32, 3)
+    saccade.write_kv_cache(KEY, VALUE, *pages, SLOTS)  # past the dispatcher
+    with torch.profiler.profile() as profile:
+        saccade.write_kv_cache(KEY, VALUE, *pages, SLOTS)
+    assert "saccade::write_kv_cache" in {average.key for average in profile.key_averages()}

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _profiler_enabled
 
 from saccade.kv_cache.pool import at_once
 from saccade.rotary import check_rotary, rotated
@@ -378,7 +379,8 @@ def write_kv_cache(  # breaks function-length: most of it is the docstring
     tensors = (
         key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales, cos, sin,
     )  # fmt: skip
-    if key.device.type == "cpu" and values_readable(slot_mapping) and unobserved(tensors):
+    plain = key.device.type == "cpu" and values_readable(slot_mapping) and unobserved(tensors)
+    if plain and not _profiler_enabled():
         _write(*tensors, interleaved)  # the dispatcher takes as long as a few rows do
     else:
         torch.ops.saccade.write_kv_cache.default(*tensors, interleaved)
