@@ -399,6 +399,24 @@ def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any)
 # ---- registration -----------------------------------------------------------------------------
 
 
+def step_operator(
+    call: str, schema: str, run: Callable[..., Any], empty: Callable[..., Any]
+) -> Any:
+    """The operator of a call's steps, which change states where they lie: no gradient, no vmap."""
+    name = f"{call}_step"
+
+    def refuse_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        raise NotImplementedError(
+            f"{name}: got tensors under vmap, takes plain ones: a step changes states where they "
+            f"lie; give all sequences in one batch, or call {call} with initial_state and "
+            "return_state"
+        )
+
+    operator = _define(name, schema)
+    _register(name, run, empty, refuse_vmap)
+    return operator
+
+
 def _define(name: str, schema: str) -> Any:
     torch.library.define(f"saccade::{name}", schema, tags=EXACT_STRIDES)
     return getattr(torch.ops.saccade, name).default

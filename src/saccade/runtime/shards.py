@@ -135,6 +135,15 @@ class Split:
         whole = self.local(name, tensor, where, whole_heads=True)
         return whole.narrow(1, queries.start // shared, 1)
 
+    def entries(self, state_index: Any) -> Any:
+        """Which entries of a pool of states belong to this rank's part of the batch."""
+        if state_index is not None and self.by_batch:
+            raise ValueError(
+                f"state_index: got entries of a pool for a {self.name} that is sharded by batch, "
+                "takes None: another rank may hold them"
+            )
+        return self.local("state_index", state_index, OF_NEITHER)
+
     def in_place(self, name: str, tensor: Any, where: Where) -> Any:
         """This rank's part of a tensor whose memory is used as it is: nothing may be moved."""
         from torch.distributed.tensor import DTensor

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.runtime.custom_op import EXACT_STRIDES, Arguments, Gradient, Operation
+from saccade.runtime.custom_op import Arguments, Gradient, Operation, step_operator
 from saccade.runtime.delta_spec import (
     DeltaInputs,
     DeltaVariant,
@@ -73,14 +73,6 @@ DELTA = Operation(
 
 # ---- a step --------------------------------------------------------------------------------------
 
-STEP = "saccade::gated_delta_rule_step"
-torch.library.define(
-    STEP,
-    f"(Tensor(a!) state, Tensor? state_index, {TENSORS}, {VARIANT}, {PLAIN_VALUES}) -> Tensor",
-    tags=EXACT_STRIDES,
-)
-delta_step_op = torch.ops.saccade.gated_delta_rule_step.default
-
 
 def _run_step(state: Tensor, state_index: Tensor | None, *arguments: Any) -> Tensor:
     inputs, tables, plain = DELTA.split(arguments)
@@ -92,17 +84,12 @@ def _empty_step(state: Tensor, state_index: Tensor | None, *arguments: Any) -> T
     return _empty(DELTA.split(arguments))[0]
 
 
-def _refuse_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    raise NotImplementedError(
-        "gated_delta_rule_step: got tensors under vmap, takes plain ones: a step changes states "
-        "where they lie; give all sequences in one batch, or call gated_delta_rule with "
-        "initial_state and return_state"
-    )
-
-
-torch.library.impl(STEP, "CompositeExplicitAutograd", _run_step)
-torch.library.register_fake(STEP, _empty_step)
-torch.library.register_vmap(STEP, _refuse_vmap)
+delta_step_op = step_operator(
+    "gated_delta_rule",
+    f"(Tensor(a!) state, Tensor? state_index, {TENSORS}, {VARIANT}, {PLAIN_VALUES}) -> Tensor",
+    _run_step,
+    _empty_step,
+)
 
 
 # ---- DTensors ------------------------------------------------------------------------------------
@@ -131,13 +118,7 @@ def step_on_shards(
 ) -> Any:
     """`gated_delta_rule_step`, each rank on its part; states change where they lie."""
     split, rows = _rows(tensors, DENSE)
-    if options.get("state_index") is not None:
-        if split.by_batch:
-            raise ValueError(
-                "state_index: got entries of a pool for a query that is sharded by batch, takes "
-                "None: another rank may hold them"
-            )
-        options["state_index"] = split.local("state_index", options["state_index"], OF_NEITHER)
+    options = options | {"state_index": split.entries(options.get("state_index"))}
     here = split.in_place("state", state, DENSE)
     decay = split.local("decay", options.get("decay"), DENSE)
     output = call(here, *rows, **options | {"decay": decay})

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.runtime.custom_op import EXACT_STRIDES, Arguments, Gradient, Operation
+from saccade.runtime.custom_op import Arguments, Gradient, Operation, step_operator
 from saccade.runtime.plain_values import PLAIN_VALUES, PlainValues, listed
 from saccade.runtime.shards import (
     DENSE,
@@ -90,14 +90,6 @@ LINEAR = Operation(
 
 # ---- a step -----------------------------------------------------------------------------------
 
-torch.library.define(
-    "saccade::linear_attention_step",
-    "(Tensor(a!) kv, Tensor(b!) key_sum, Tensor? state_index, "
-    f"{TENSORS}, {VARIANT}, {PLAIN_VALUES}) -> Tensor",
-    tags=EXACT_STRIDES,
-)
-linear_step_op = torch.ops.saccade.linear_attention_step.default
-
 
 def _run_step(kv: Tensor, key_sum: Tensor, state_index: Tensor | None, *arguments: Any) -> Tensor:
     inputs, tables, plain = LINEAR.split(arguments)
@@ -109,17 +101,16 @@ def _empty_step(kv: Tensor, key_sum: Tensor, state_index: Tensor | None, *argume
     return _empty(LINEAR.split(arguments))[0]
 
 
-def _refuse_vmap(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-    raise NotImplementedError(
-        "linear_attention_step: got tensors under vmap, takes plain ones: a step changes states "
-        "where they lie; give all sequences in one batch, or call linear_attention with "
-        "initial_state and return_state"
-    )
+linear_step_op = step_operator(
+    "linear_attention",
+    "(Tensor(a!) kv, Tensor(b!) key_sum, Tensor? state_index, "
+    f"{TENSORS}, {VARIANT}, {PLAIN_VALUES}) -> Tensor",
+    _run_step,
+    _empty_step,
+)
 
 
-torch.library.impl("saccade::linear_attention_step", "CompositeExplicitAutograd", _run_step)
-torch.library.register_fake("saccade::linear_attention_step", _empty_step)
-torch.library.register_vmap("saccade::linear_attention_step", _refuse_vmap)
+# ---- DTensors ------------------------------------------------------------------------------------
 
 
 def sharded(*tensors: Any, state: LinearState | None = None) -> bool:
@@ -160,13 +151,7 @@ def step_on_shards(
 ) -> Any:
     """`linear_attention_step`, each rank on its part; states change where they lie."""
     split, rows, heads, _ = _rows(tensors, DENSE, options.get("feature_map"))
-    if options.get("state_index") is not None:
-        if split.by_batch:
-            raise ValueError(
-                "state_index: got entries of a pool for a query that is sharded by batch, takes "
-                "None: another rank may hold them"
-            )
-        options["state_index"] = split.local("state_index", options["state_index"], OF_NEITHER)
+    options = options | {"state_index": split.entries(options.get("state_index"))}
     fields = zip(state._fields, state, strict=True)
     here = LinearState(*(split.in_place(f"state.{name}", each, DENSE) for name, each in fields))
     decay = _decay(split, options.get("decay"), DENSE)
