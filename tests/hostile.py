@@ -152,6 +152,33 @@ class Calls:
             with torch.no_grad():
                 saccade.linear_attention_step(state, *rows, state_index=index, **self.options)
 
+    def delta(self) -> None:
+        """The packed gated delta rule, forward and backward."""
+        tokens, chunk = 19 * self.scale, saccade.KernelConfig(kv_tile=16)
+        for turn, offsets in enumerate(offsets_of(tokens, 3)):
+            if self.device == "cpu" and turn not in (0, 3, 9):
+                continue
+            query, key = (self.rows(tokens, 1, self.dim).requires_grad_() for _ in "qk")
+            value = self.rows(tokens, 2, self.dim).requires_grad_()
+            beta = self.rows(tokens, 2).sigmoid().requires_grad_()
+            channels = (self.dim,) if turn % 2 else ()
+            decay = (-self.rows(tokens, 2, *channels).float().abs()).requires_grad_()
+            state = self.rows(3, 2, self.dim, self.dim).float().requires_grad_()
+            results = saccade.gated_delta_rule_varlen(
+                query, key, value, beta, self.whole(offsets), decay=decay, initial_state=state,
+                normalize_qk=True, return_state=True, config=chunk, **self.options,
+            )  # fmt: skip
+            torch.autograd.backward(results, [each.detach() for each in results])
+
+    def delta_step(self) -> None:
+        """A step of it whose states are anywhere in a pool."""
+        rows = [self.rows(3, 1, 1, self.dim), self.rows(3, 1, 1, self.dim)]
+        rows += [self.rows(3, 2, 1, self.dim), self.rows(3, 2, 1)]
+        for numbers in numbers_of((3,), 4):
+            state, index = self.rows(4, 2, self.dim, self.dim).float(), self.whole(numbers.long())
+            with torch.no_grad():
+                saccade.gated_delta_rule_step(state, *rows, state_index=index, **self.options)
+
     def pages(self, query: Tensor, dtype: torch.dtype | None = None, **more: Any) -> None:
         """Attention over pages: hostile tables, then hostile lengths, then both."""
         sequences = more["cu_seqlens_q"].shape[0] - 1 if "cu_seqlens_q" in more else len(query)
@@ -234,14 +261,16 @@ def no_memory_of_calls() -> Iterator[None]:
     """Calls are prepared anew, so that the memory of their results is guarded too."""
     from saccade.ops.attention.hopper import host as hopper_host
     from saccade.ops.attention.triton import host as triton_host
+    from saccade.ops.delta_rule.triton import host as delta_host
     from saccade.ops.linear_attention.triton import host as linear_host
     from saccade.ops.paged_attention.triton import host as paged_host
     from saccade.runtime import call_cache
 
     kept: list[tuple[Any, str]] = [
         (call_cache, "_calls"), (triton_host, "_forwards"), (triton_host, "_specs"),
-        (triton_host, "_launches"), (linear_host, "_call_specs"), (paged_host, "_forwards"),
-        (hopper_host, "_forwards"), (hopper_host, "_kinds"), (hopper_host, "_backwards"),
+        (triton_host, "_launches"), (linear_host, "_call_specs"), (delta_host, "_call_specs"),
+        (paged_host, "_forwards"), (hopper_host, "_forwards"), (hopper_host, "_kinds"),
+        (hopper_host, "_backwards"),
     ]  # fmt: skip
     with contextlib.ExitStack() as stack:
         for module, name in kept:

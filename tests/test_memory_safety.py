@@ -23,9 +23,12 @@ import torch
 from guarded import Alone, Canaries
 
 BF16 = torch.bfloat16
-# What has no kernels for Hopper: packed linear attention, its step, writing, and pages of eight
-# bits, or of calls that are the same in any batch.
-NOT_ON_HOPPER = {"linear", "linear_step", "writing", "decoding_bits", "decoding_invariant"}
+# What has no kernels for Hopper: packed linear attention, its step, the gated delta rule, writing,
+# and pages of eight bits, or of calls that are the same in any batch.
+NOT_ON_HOPPER = {
+    "linear", "linear_step", "delta", "delta_step", "writing", "decoding_bits",
+    "decoding_invariant",
+}  # fmt: skip
 ON_HOPPER = [name for name in hostile.NAMES if name not in NOT_ON_HOPPER]
 
 

@@ -145,15 +145,16 @@ def load_sums(decay, batch, head, start, exist, channels, META: tl.constexpr):
 
 @triton.jit
 def last_sums(decay, batch, head, start, length, channels, META: tl.constexpr):
-    """The two parts of the sums of a chunk's last row: numbers, or [channels] by channel."""
-    row = tl.maximum(tl.minimum(start + META.CHUNK, length) - 1, 0)
+    """The two parts of the sums of a chunk's last row: numbers, or [channels] by channel; 0 of a
+    sequence without rows."""
+    row = tl.minimum(start + META.CHUNK, length) - 1
     if META.BY_CHANNEL:
-        exists = channels < META.HEAD_DIM
+        exists = (channels < META.HEAD_DIM) & (length > 0)
         high = tl.load(row_pointers(decay.high, batch, head, row, channels), exists, 0.0)
         low = tl.load(row_pointers(decay.low, batch, head, row, channels), exists, 0.0)
     else:
-        high = tl.load(row_pointers(decay.high, batch, head, row, 0))
-        low = tl.load(row_pointers(decay.low, batch, head, row, 0))
+        high = tl.load(row_pointers(decay.high, batch, head, row, 0), length > 0, 0.0)
+        low = tl.load(row_pointers(decay.low, batch, head, row, 0), length > 0, 0.0)
     return high, low.to(tl.float32)
 
 
