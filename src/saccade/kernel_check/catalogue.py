@@ -397,16 +397,26 @@ def code_of(function: jit.JITCallable) -> str:
         one = waiting.pop()
         if id(one) in found:
             continue
-        reader = _Dependencies(one)
-        constants = {  # a set: how many modules know a constant does not matter
-            (name, str(value))
-            for (name, _), (value, _) in reader.used_global_vals.items()
-            if isinstance(value, constexpr)
-        }
-        found[id(one)] = f"{code_text(one.src)} {sorted(constants)}"
-        waiting += reader.called
+        found[id(one)], called = _own_code(one)
+        waiting += called
     code = sorted(set(found.values()))
     return hashlib.sha256("\n".join([found[id(function)], *code]).encode()).hexdigest()
+
+
+@functools.cache
+def _own_code(function: jit.JITCallable) -> tuple[str, list[jit.JITCallable]]:
+    """The code of one function with its global constants, and the functions that it calls.
+
+    Kept, as most kernels call the same functions: reading them anew for each kernel took most of
+    the time of a check that compiles nothing. A function's constants are those of its first look.
+    """
+    reader = _Dependencies(function)
+    constants = {  # a set: how many modules know a constant does not matter
+        (name, str(value))
+        for (name, _), (value, _) in reader.used_global_vals.items()
+        if isinstance(value, constexpr)
+    }
+    return f"{code_text(function.src)} {sorted(constants)}", reader.called
 
 
 class _Dependencies(jit.DependenciesFinder):
