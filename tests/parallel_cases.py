@@ -1,6 +1,7 @@
 """Cases of calls over ranks, run by a few processes beside each other.
 
     python tests/parallel_cases.py FOLDER WORLD [WORLD ...]
+    python tests/parallel_cases.py FOLDER --nccl        # on two GPUs, some of the cases
 
 Each case compares a call over ranks, and its gradients, with the float64 oracle of the whole call.
 For each number of ranks so many processes are forked, as imports take longer than cases; each rank
@@ -14,11 +15,12 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -26,18 +28,24 @@ from torch import Tensor
 from worlds import joined, run_worlds
 
 from saccade import masks, parallel, scores
+from saccade.parallel import exchange
 from saccade.testing import make_case, oracle, tolerances
 from saccade.testing.cases import MASKS, Case
 from saccade.testing.oracle import assert_within
 
 METHODS = ("gather", "ulysses", "ring")
+DEVICE = "cpu"  # or "cuda", of this process
 DENSE, PACKED = ((37, 37),), ((9, 9), (0, 0), (21, 21), (1, 1))
 CASES: dict[str, Callable[[Any], None]] = {}
+NCCL_CASES: dict[str, Callable[[Any], None]] = {}  # kernels take seconds to compile for each mask
 
 
-def case(name: str, *parameters: Any) -> Callable[..., Any]:
+def case(
+    name: str, *parameters: Any, cases: Sequence[dict[str, Any]] = (CASES,)
+) -> Callable[..., Any]:
     def keep(check: Callable[..., None]) -> Callable[..., None]:
-        CASES[name] = lambda group: check(group, *parameters)
+        for each in cases:
+            each[name] = lambda group: check(group, *parameters)
         return check
 
     return keep
@@ -45,7 +53,7 @@ def case(name: str, *parameters: Any) -> Callable[..., Any]:
 
 @functools.cache
 def known(**description: Any) -> Case:
-    return make_case(**description)
+    return make_case(**description, device=DEVICE)
 
 
 @functools.cache
@@ -250,14 +258,52 @@ def _unshard(group: Any) -> None:
     assert torch.equal(whole.grad, wanted)
 
 
+@case("nothing is sent where every rank holds all keys that it needs")
+def _local(group: Any) -> None:
+    lengths = ((16, 16),) * dist.get_world_size(group)  # a document a rank
+    description = {"mask": "causal", "lengths": lengths, "packed": True, "score": "alibi"}
+    made = known(**description)
+    plan = planned(made, group, "gather")
+    assert plan.sends_nothing
+
+    def sends(*arguments: Any, **options: Any) -> None:
+        raise AssertionError("a message")
+
+    with patch.object(exchange, "Message", sends):
+        rows = [plan.shard(made.tensors[name], 0) for name in ("query", "key", "value")]
+        parallel.attention_varlen(rows[0], rows[1], rows[2], plan=plan)
+    check(group, results(made, plan), "gather", **description)
+
+
+# ---- by NCCL -------------------------------------------------------------------------------------
+
+FLASH: Any = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128}
+ON_GPUS: dict[str, Any] = {
+    "causal, bfloat16": {"mask": "causal", "lengths": ((600, 600),), "sinks": True, **FLASH},
+    "packed, bfloat16": {
+        "mask": "causal", "lengths": ((300, 300), (0, 0), (700, 700)), "packed": True, **FLASH,
+    },
+    "bias, float32": {"mask": "window", "lengths": DENSE, "score": "bias"},
+}  # fmt: skip
+for _name, _description in ON_GPUS.items():
+    for _method in METHODS:
+
+        @case(f"{_name} {_method}", _method, _description, cases=[NCCL_CASES])
+        def _on_gpus(group: Any, method: str, description: dict[str, Any]) -> None:
+            compare(group, method, **description)
+
+
 # ---- ranks that differ ---------------------------------------------------------------------------
+
+BOTH = (CASES, NCCL_CASES)
 
 
 def called(group: Any, rank: int, *, mask: Any = None, length: int = 24, **options: Any) -> None:
     sizes: Any = {"query_heads": 4, "kv_heads": 4, "head_dim": 8}
     method, dtype = options.pop("method", "gather"), options.pop("dtype", torch.float32)
     plan = parallel.plan(mask, length, group, method=method, **sizes)
-    query = torch.zeros(1, 4, len(plan.rows) + options.pop("more", 0), 8, dtype=dtype)
+    rows = len(plan.rows) + options.pop("more", 0)
+    query = torch.zeros(1, 4, rows, 8, dtype=dtype, device=DEVICE)
     parallel.attention(query, query, query, plan=plan, **options)
 
 
@@ -273,14 +319,14 @@ DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 for _name, (_options, _texts) in DIFFERENT.items():
 
-    @case(f"ranks that differ in {_name}", _options, _texts)
+    @case(f"ranks that differ in {_name}", _options, _texts, cases=BOTH)
     def _differs(group: Any, options: dict[str, Any], texts: list[str]) -> None:
         rank = dist.get_rank(group)
         refused(ValueError, texts, lambda: called(group, rank, **(options if rank == 1 else {})))
         called(group, rank)  # and go on
 
 
-@case("a rank that cannot begin")
+@case("a rank that cannot begin", cases=BOTH)
 def _cannot_begin(group: Any) -> None:
     rank = dist.get_rank(group)
     texts = ["query: got (1, 4, ", "takes the plan's"]
@@ -330,8 +376,8 @@ def _late(group: Any) -> None:
 def run_rank(rank: int, world: int, folder: Path) -> None:
     """Run all cases as one rank of a world."""
     said = {}
-    with joined(rank, world, folder):
-        for name, run in CASES.items():
+    with joined(rank, world, folder, "nccl" if DEVICE == "cuda" else "gloo"):
+        for name, run in (NCCL_CASES if DEVICE == "cuda" else CASES).items():
             start = time.monotonic()
             try:
                 torch.manual_seed(0)
@@ -344,5 +390,14 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
         (folder / f"found.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
 
 
+def run_rank_on_gpu(rank: int, world: int, folder: Path) -> None:
+    """Run the cases for NCCL as one rank of a world."""
+    global DEVICE
+    DEVICE = "cuda"
+    run_rank(rank, world, folder)
+
+
 if __name__ == "__main__":
+    if sys.argv[2:] == ["--nccl"]:
+        sys.exit(run_worlds(run_rank_on_gpu, Path(sys.argv[1]), [2], "spawn"))
     sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))

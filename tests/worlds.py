@@ -1,4 +1,4 @@
-"""Worlds of processes that talk by gloo, forked one world after another."""
+"""Worlds of processes that talk by gloo, or by NCCL with a GPU each, one world after another."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,22 +15,31 @@ from torch._C._distributed_c10d import FileStore
 
 
 @contextmanager
-def joined(rank: int, world: int, folder: Path) -> Iterator[None]:
+def joined(rank: int, world: int, folder: Path, backend: str = "gloo") -> Iterator[None]:
     """Be one rank of a world, whose processes meet in a file of the folder."""
     store = FileStore(str(folder / f"store.{world}"), world)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
     )
     yield
     dist.destroy_process_group()
 
 
 def run_worlds(
-    run_rank: Callable[[int, int, Path], None], folder: Path, worlds: Sequence[int]
+    run_rank: Callable[[int, int, Path], None],
+    folder: Path,
+    worlds: Sequence[int],
+    start_method: Literal["fork", "spawn"] = "fork",
 ) -> int:
-    """Run each world's ranks; the exit status says whether all processes ended well."""
+    """Run each world's ranks; the exit status says whether all processes ended well.
+
+    start_method: "spawn" where ranks use GPUs, which a forked process may not.
+    """
     torch.set_num_threads(1)
-    context, failed = multiprocessing.get_context("fork"), 0
+    context: Any = multiprocessing.get_context(start_method)
+    failed = 0
     for world in worlds:
         ranks = [context.Process(target=run_rank, args=(r, world, folder)) for r in range(world)]
         for process in ranks:

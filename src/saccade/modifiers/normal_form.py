@@ -232,6 +232,43 @@ def is_causal(key: str) -> bool:
     return key in CAUSAL_KEYS
 
 
+@constant
+def by_distance(key: str) -> bool:
+    """Whether a mask asks alone how far a key is from a row, rows aligned at the bottom right."""
+    expression = parse(key)
+    waiting = [len(expression) - 1] if expression else []
+    while waiting:
+        step = expression[waiting.pop()]
+        if step.op in ("&", "|"):
+            waiting += step.operands
+            continue
+        if step.op not in ("<", "<=") or not set(_inside(expression, step.operands)) <= ROW_OPS:
+            return False
+        left, right = (_variables(expression, number) for number in step.operands)
+        query, key_row, shift = (a - b for a, b in zip(left, right, strict=True))
+        if query != shift or query != -key_row:
+            return False
+    return bool(expression)
+
+
+def _variables(expression: Expression, number: int) -> tuple[int, int, int]:
+    """How often a sum has query_row, kv_row and shift, those taken away below 0."""
+    step = expression[number]
+    if step.op in ("query_row", "kv_row", "shift"):
+        query, key, shift = (int(step.op == name) for name in ("query_row", "kv_row", "shift"))
+        return query, key, shift
+    query, key, shift = 0, 0, 0
+    signs = {"+": (1, 1), "-": (1, -1), "neg": (-1,)}.get(step.op, ())
+    for operand, sign in zip(step.operands, signs, strict=True):
+        inside = _variables(expression, operand)
+        query, key, shift = (
+            query + sign * inside[0],
+            key + sign * inside[1],
+            shift + sign * inside[2],
+        )
+    return query, key, shift
+
+
 def leaves(expression: Expression) -> set[str]:
     """The names of what a mask joins; "other" for what has none, and where ~ turns one round."""
     found, waiting = set(), [len(expression) - 1]

@@ -45,13 +45,16 @@ def described(key: str, captured: Captured, contents: bool) -> str:
     return " ".join([written(key, captured) or "none", *tensors])
 
 
-def agree(plan: Any, facts: Mapping[str, str], fault: BaseException | None = None) -> None:
+def agree(
+    plan: Any, facts: Mapping[str, str], fault: BaseException | None, device: torch.device
+) -> None:
     """Compare with all ranks what this one is about to do.
 
     Args:
         plan: the call's plan.
         facts: what must be equal, by the names of arguments.
         fault: why this rank cannot begin.
+        device: where this rank's rows lie.
 
     Raises:
         ValueError: on every rank, naming what differs and who has what.
@@ -60,12 +63,14 @@ def agree(plan: Any, facts: Mapping[str, str], fault: BaseException | None = Non
     text = repr(sorted(words.items()))
     number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
     known: set[int] = plan.memory.setdefault("agreed", set())
-    device = _device(plan.group)
+    device = _device(plan.group, device)
     if fault is None and number in known and not _always(plan, device):
         return
     own = torch.tensor([number], dtype=torch.int64, device=device)
     numbers = [torch.empty_like(own) for _ in range(plan.ranks)]
-    with reporting(plan, "comparing what ranks are about to do"):
+    # NCCL sends objects from the current device, which a program may have left at the first GPU.
+    current = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
+    with current, reporting(plan, "comparing what ranks are about to do"):
         dist.all_gather(numbers, own, group=plan.group)
         if torch.cat(numbers).eq(number).all() and fault is None:
             known.add(number)
@@ -100,8 +105,11 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'s' * (len(ranks) > 1)} {named}{more}"
 
 
-def _device(group: Any) -> torch.device:
-    return torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+def _device(group: Any, rows: torch.device) -> torch.device:
+    """Where a group compares numbers: beside the rows by NCCL, else on the CPU."""
+    if dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return rows if rows.type == "cuda" else torch.device("cuda", torch.cuda.current_device())
 
 
 def _always(plan: Any, device: torch.device) -> bool:
@@ -132,7 +140,7 @@ def note(plan: Any, what: str) -> None:
         return
     place[1] = what
     store = _store(plan.group)
-    if store is not None and _device(plan.group).type == "cpu":
+    if store is not None and dist.get_backend(plan.group) != "nccl":
         with contextlib.suppress(RuntimeError):
             store.set(f"saccade.parallel/{plan.rank}", f"call {place[0]}, {what}")
 

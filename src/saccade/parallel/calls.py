@@ -212,7 +212,8 @@ def _called(
         fault = error  # others learn of it before they wait for this rank
     if plan.ranks > 1:
         begin(plan, name)
-        agree(plan, {"call": name, **facts}, fault)
+        where = rows[0].device if isinstance(rows[0], Tensor) else torch.device("cpu")
+        agree(plan, {"call": name, **facts}, fault, where)
     if fault is not None:
         raise fault
     assert call is not None

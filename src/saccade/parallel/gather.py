@@ -1,16 +1,23 @@
-"""Gather: each rank gets the keys and values that its rows see, and attends to them in one call.
+"""Gather: each rank gets the keys and values that its rows see, and attends to them.
 
-Nothing is merged, so a rank computes as one process would. Keys of the second half of the heads are
-on their way while the first half is computed, forwards, and their gradients backwards.
+Nothing is merged, so a rank computes as one process would: rows that follow one another by a plain
+call (`runs.py`), others by one call whose mask reads their numbers. Keys of the second half of the
+heads are on their way while the first half is computed, forwards, and their gradients backwards.
+Where every rank holds all keys that it needs, as of documents that lie whole on ranks, there is no
+message.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from saccade.parallel.exchange import Sending
-from saccade.parallel.local import LocalCall, heads_first, heads_of, joined, rows_first
+from saccade.modifiers.modifier import ShardRange
+from saccade.parallel.exchange import Routes, Sending
+from saccade.parallel.local import LocalCall, heads_of, joined, rows_first
+from saccade.parallel.runs import Cut, Part, parts_of
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
@@ -20,26 +27,65 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
     routes = plan.memory.get(("routes", device))
     if routes is None:
         routes = plan.memory["routes", device] = plan.routes.to(device)
-    groups = 2 if plan.ranks > 1 and kv_heads % 2 == 0 else 1
-    keys = joined(call.key, call.value).chunk(groups, 1)
+    parts = None if call.score.key else parts_of(plan, routes.arrived, device)
+    ranges = [(0, len(routes.arrived))] if parts is None else [part.kv for part in parts]
+    if plan.sends_nothing:
+        keys = _own_keys(call, routes, ranges)
+        return _attend(call, call.query, keys, heads_of(0, query_heads, query_heads), parts)
+    groups = 2 if kv_heads % 2 == 0 else 1
     sent = [
         Sending(
             plan, rows_first(some), routes.send, routes.receive, "keys", call.options.deterministic
         )
-        for some in keys
+        for some in joined(call.key, call.value).chunk(groups, 1)
     ]
-    mask, score = call.mask_of(routes.arrived, "gather"), call.score_of(routes.arrived, "gather")
-    size, outputs, lses = query_heads // groups, [], []
-    for number, message in enumerate(sent):
-        heads = heads_of(number * size, size, query_heads)
-        rows = heads_first(message.wait().index_select(0, routes.order))
-        output, lse = call.attend(
-            call.query.narrow(1, heads.start, size), rows[..., :head_dim], rows[..., head_dim:],
-            *call.of_heads(mask, score, heads),
-            None if call.sinks is None else call.sinks.narrow(0, heads.start, size),
-        )  # fmt: skip
-        outputs.append(output)
-        lses.append(lse)
-    if groups == 1:
-        return outputs[0], lses[0]
-    return torch.cat(outputs, 1), torch.cat(lses, 1)
+    size, found = query_heads // groups, []
+    for number, (message, query) in enumerate(zip(sent, call.query.chunk(groups, 1), strict=True)):
+        rows = message.wait().index_select(0, routes.order)
+        keys = Cut.apply(rows, ranges, head_dim)
+        found.append(
+            _attend(call, query, keys, heads_of(number * size, size, query_heads), parts)  # type: ignore[arg-type]
+        )
+    return _beside(found, 1)
+
+
+def _own_keys(
+    call: LocalCall, routes: Routes, ranges: Sequence[tuple[int, int]]
+) -> tuple[Tensor, ...]:
+    """Keys and values of each part, all of them this rank's own."""
+    picks, rows = routes.send[call.plan.rank], (call.key, call.value)
+    if len(picks) < len(call.plan.rows):  # some rows are seen by none
+        rows = tuple(each.index_select(2, picks) for each in rows)
+    if list(ranges) == [(0, len(picks))]:
+        return rows
+    return tuple(each.narrow(2, first, size) for first, size in ranges for each in rows)
+
+
+def _attend(
+    call: LocalCall, query: Tensor, keys: Sequence[Tensor], heads: ShardRange,
+    parts: list[Part] | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and lse of some heads, from the keys and values of each part."""
+    sinks = None if call.sinks is None else call.sinks.narrow(0, heads.start, heads.size)
+    if parts is None:
+        arrived = call.plan.routes.arrived
+        mask, score = call.mask_of(arrived, "gather"), call.score_of(arrived, "gather")
+        return call.attend(query, keys[0], keys[1], *call.of_heads(mask, score, heads), sinks)
+    queries = query.split([part.query[1] for part in parts], 2) if len(parts) > 1 else [query]
+    found = []
+    for part, some, key, value in zip(parts, queries, keys[::2], keys[1::2], strict=True):
+        if part.offsets is None:
+            found.append(call.attend(some, key, value, part.mask, call.score, sinks))
+            continue
+        rows = [each.squeeze(0).transpose(0, 1) for each in (some, key, value)]
+        output, lse = call.attend_packed(rows, part.offsets, part.mask, call.score, sinks)
+        found.append((output.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)))
+    return _beside(found, 2)
+
+
+def _beside(found: Sequence[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:
+    """Outputs and lses of several calls along a dimension."""
+    if len(found) == 1:
+        return found[0]
+    outputs, lses = zip(*found, strict=True)
+    return torch.cat(outputs, dim), torch.cat(lses, dim)

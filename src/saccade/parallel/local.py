@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from saccade.masks import NOTHING_HIDDEN, Mask
 from saccade.modifiers.modifier import ShardRange, restricted
 from saccade.modifiers.renumber import RowNumbers, renumbered
-from saccade.ops.attention.api import attention
+from saccade.ops.attention.api import attention, attention_varlen
 from saccade.parallel.planner import Plan
 from saccade.runtime.spec import KernelConfig
 from saccade.scores import NOTHING_CHANGED, Score
@@ -107,6 +107,30 @@ class LocalCall(NamedTuple):
         for table in self.tables if nothing else ():
             output = output + table.flatten()[:0].sum().to(output.dtype)
         return output, lse
+
+    def attend_packed(
+        self, rows: Sequence[Tensor], offsets: Offsets, mask: Mask, score: Score,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Output and lse of sequences laid end to end, by the public call.
+
+        rows: query, key and value, [rows, heads, dim].
+        """
+        query, key, value = rows
+        return attention_varlen(
+            query, key, value, offsets.query, offsets.kv, max_seqlen_q=offsets.longest_query,
+            max_seqlen_k=offsets.longest_kv, mask=mask, score=score, sinks=sinks, return_lse=True,
+            **self.options._asdict(),
+        )  # fmt: skip
+
+
+class Offsets(NamedTuple):
+    """Where sequences of a packed call begin and end, and the longest."""
+
+    query: Tensor
+    kv: Tensor
+    longest_query: int
+    longest_kv: int
 
 
 def heads_of(first: int, count: int, of: int) -> ShardRange:

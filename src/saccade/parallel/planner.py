@@ -19,6 +19,7 @@ from saccade import masks
 from saccade.masks import AnyMask, Mask, as_mask
 from saccade.modifiers.expression import Captured
 from saccade.modifiers.modifier import Extents, expanded, misfit
+from saccade.modifiers.normal_form import by_distance, is_causal
 from saccade.modifiers.renumber import RowNumbers, renumbered
 from saccade.parallel import display
 from saccade.parallel.costs import METHODS, Cost, Machine, Sizes, cheapest, costs
@@ -204,6 +205,11 @@ class Plan:
         rows = torch.nn.functional.pad(rows, (1, 0))
         return rows[:, torch.searchsorted(owners, torch.arange(self.ranks + 1))].diff()
 
+    @functools.cached_property
+    def sends_nothing(self) -> bool:
+        """Whether the rows of every rank see keys of that rank alone."""
+        return bool(self.sent.count_nonzero() == self.sent.diagonal().count_nonzero())
+
     def _owners_of_segments(self) -> Tensor:
         chunk = torch.searchsorted(self.dealt.edges[1:], self.segments[:-1], right=True)
         return self.dealt.owners[chunk.clamp_max(len(self.dealt.owners) - 1)]
@@ -218,7 +224,7 @@ class Plan:
         return Routes(send, [len(rows) for rows in receive], arrived, order)
 
     def on(self, device: torch.device, name: str) -> Tensor:
-        """An attribute that is an index, "rows", "order" or "places", on a device."""
+        """An attribute, "rows", "order", "places" or "cu_seqlens", on a device."""
         known = self.memory.get((name, device))
         if known is None:
             known = self.memory[name, device] = getattr(self, name).to(device)
@@ -249,7 +255,9 @@ class Plan:
             rows = self.numbers(torch.arange(self.length))
             assert rows.batch is not None
             same = masks.documents(rows.batch[None])
-            found = Mask(*renumbered(mask.key, mask.captured, rows, rows))
+            found = mask
+            if not (is_causal(mask.key) or by_distance(mask.key)):  # numbers in sequences matter
+                found = Mask(*renumbered(mask.key, mask.captured, rows, rows))
             mask = found & same if found.key else same
         return WholeCall(mask, self.length, self.sizes.batch, self.sizes.query_heads)
 

@@ -11,12 +11,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from saccade.masks import Mask
-from saccade.ops.attention.api import attention_varlen
 from saccade.parallel.costs import ulysses_unsupported
 from saccade.parallel.exchange import Back, Sending, Taken
-from saccade.parallel.local import LocalCall, heads_first, heads_of, joined
-from saccade.scores import Score
+from saccade.parallel.local import LocalCall, Offsets, heads_first, heads_of, joined
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
@@ -69,9 +66,10 @@ def _keys_by_rank(call: LocalCall) -> Tensor:
         return _by_rank(keys, plan.ranks)
     heads = query_heads // plan.ranks
     group = query_heads // kv_heads
-    picks = [
-        torch.tensor([rank * heads // group], device=keys.device) for rank in range(plan.ranks)
-    ]
+    picks = plan.memory.get(("heads", keys.device))
+    if picks is None:
+        numbers = torch.arange(plan.ranks) * heads // group
+        picks = plan.memory["heads", keys.device] = numbers.to(keys.device).split(1)
     taken = Taken.apply(keys.transpose(0, 1), picks, call.options.deterministic, Back())
     return _by_rank(taken.transpose(0, 1), plan.ranks)  # type: ignore[union-attr]
 
@@ -82,27 +80,24 @@ def _attend_heads(
     """[rows, batch, heads, value_dim] and [rows, batch, heads, 1] of this rank's heads."""
     plan, heads = call.plan, query.shape[2]
     first = plan.rank * heads
-    mask = plan.mask.to(query.device)
+    mask = plan.memory.get(("mask", query.device))
+    if mask is None:
+        mask = plan.memory["mask", query.device] = plan.mask.to(query.device)
     mask, score = call.of_heads(mask, call.score, heads_of(first, heads, plan.sizes.query_heads))
     sinks = None if call.sinks is None else call.sinks.narrow(0, first, heads)
     if plan.cu_seqlens is None:
         rows = [heads_first(each) for each in (query, key, value)]
         output, lse = call.attend(rows[0], rows[1], rows[2], mask, score, sinks)
         return output.permute(2, 0, 1, 3), lse.permute(2, 0, 1).unsqueeze(-1)
-    output, lse = _packed(
-        call, [each.squeeze(1) for each in (query, key, value)], mask, score, sinks
-    )
+    rows = [each.squeeze(1) for each in (query, key, value)]
+    output, lse = call.attend_packed(rows, _offsets(call), mask, score, sinks)
     return output.unsqueeze(1), lse.transpose(0, 1)[:, None, :, None]
 
 
-def _packed(
-    call: LocalCall, rows: list[Tensor], mask: Mask, score: Score, sinks: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _offsets(call: LocalCall) -> Offsets:
+    """Those of all sequences."""
     offsets = call.plan.cu_seqlens
     assert offsets is not None
+    there = call.plan.on(call.query.device, "cu_seqlens")
     longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
-    return attention_varlen(
-        rows[0], rows[1], rows[2], offsets.to(rows[0].device), max_seqlen_q=longest,
-        max_seqlen_k=longest, mask=mask, score=score, sinks=sinks, return_lse=True,
-        **call.options._asdict(),
-    )  # fmt: skip
+    return Offsets(there, there, longest, longest)
