@@ -279,6 +279,7 @@ CHAPTERS = (
         "attention", "attention_varlen", "scaled_dot_product_attention", "merge_states", "explain",
         "KernelConfig", "ModifierModule",
     )),
+    Chapter("Attention in fp8", "saccade", ("attention_fp8", "attention_fp8_varlen")),
     Chapter("Linear attention", "saccade", (
         "linear_attention", "linear_attention_varlen", "linear_attention_step", "LinearState",
     )),

@@ -18,6 +18,7 @@ from saccade.modifier_module import ModifierModule
 from saccade.modifiers.expression import Captured as _Captured
 from saccade.ops.attention.api import attention, attention_varlen
 from saccade.ops.attention.merge import merge_states
+from saccade.ops.attention_fp8.api import attention_fp8, attention_fp8_varlen
 from saccade.ops.delta_rule.api import (
     gated_delta_rule,
     gated_delta_rule_step,
@@ -52,6 +53,8 @@ __all__ = [
     "PagedCache",
     "apply_rotary",
     "attention",
+    "attention_fp8",
+    "attention_fp8_varlen",
     "attention_paged",
     "attention_varlen",
     "explain",

@@ -16,6 +16,8 @@ from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
 from saccade.modifiers.normal_form import described
 from saccade.ops.attention.api import attention, attention_varlen
+from saccade.ops.attention_fp8 import validation as fp8_validation
+from saccade.ops.attention_fp8.api import attention_fp8, attention_fp8_varlen, split_options
 from saccade.ops.delta_rule import validation as delta_validation
 from saccade.ops.delta_rule.api import (
     check_options,
@@ -102,11 +104,15 @@ def _heading(p: Problem) -> list[str]:
     if p.page_size:
         dtype = str(p.page_dtype).removeprefix("torch.")
         shape += f" in pages of {p.page_size} ({dtype})"
+    fp8 = "fp8 " if p.quantize else ""
+    made = {"": "", "given": "e4m3 rows", "tensor": "one scale"}
+    quantised = made.get(p.quantize, f"a scale for each {p.quantize}")
     return [
-        f"attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
+        f"{fp8}attention: {shape}, heads {p.query_heads}/{p.kv_heads}, "
         f"dim {p.head_dim}/{p.value_dim}, {str(p.dtype).removeprefix('torch.')} on {p.device}",
         f"  mask {_mask(p.mask)}, score {written(p.score) or 'none'}, "
-        f"sinks {'yes' if p.sinks else 'no'}, dropout {'yes' if p.dropout else 'no'}",
+        f"sinks {'yes' if p.sinks else 'no'}, "
+        + (quantised or f"dropout {'yes' if p.dropout else 'no'}"),
     ]
 
 
@@ -178,9 +184,10 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     """Say which implementations would serve a call, without running it, and what it costs.
 
     Args:
-        function: `saccade.attention`, `attention_varlen`, `attention_paged`, `linear_attention`,
-            `linear_attention_varlen`, `linear_attention_step`, `gated_delta_rule`,
-            `gated_delta_rule_varlen` or `gated_delta_rule_step`.
+        function: `saccade.attention`, `attention_varlen`, `attention_paged`, `attention_fp8`,
+            `attention_fp8_varlen`, `linear_attention`, `linear_attention_varlen`,
+            `linear_attention_step`, `gated_delta_rule`, `gated_delta_rule_varlen` or
+            `gated_delta_rule_step`.
         arguments, options: what the call would be given.
 
     Returns:
@@ -210,7 +217,8 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     call = dict(bound.arguments)
     if unknown := call.pop("unknown", None):
         raise unknown_options(unknown)
-    if plain in (attention_varlen, linear_attention_varlen) and call["cu_seqlens_q"] is None:
+    with_offsets = attention_varlen, attention_fp8_varlen, linear_attention_varlen
+    if plain in with_offsets and call["cu_seqlens_q"] is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
     if plain is gated_delta_rule_varlen and call["cu_seqlens"] is None:
         raise TypeError(f"cu_seqlens: got None, takes {OFFSETS}")
@@ -234,6 +242,19 @@ def _validated(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | 
     names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
     packing = [call.pop(name, None) for name in names]
     return prepare(*tensors, *packing, **call)
+
+
+def _validated_fp8(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
+    """A call of `attention_fp8` or `attention_fp8_varlen`, validated."""
+    tensors = [call.pop(name) for name in ("query", "key", "value")]
+    names = "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"
+    packing = [call.pop(name, None) for name in names]
+    return_lse = call.pop("return_lse")
+    options = call.pop("options", {})
+    causal, fp8, rest = split_options({**call, **options})
+    rest["mask"] = with_causal(rest["mask"], causal)
+    found = fp8_validation.prepare(*tensors, *packing, fp8=fp8, return_lse=return_lse, **rest)
+    return found.inputs, found.variant, found.problem, found.config
 
 
 def _validated_paged(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
@@ -271,6 +292,8 @@ VALIDATIONS: dict[Callable[..., Any], Validation] = {
     attention: Validation(_validated),
     attention_varlen: Validation(_validated),
     attention_paged: Validation(_validated_paged, ("forward",)),
+    attention_fp8: Validation(_validated_fp8, ("forward",)),
+    attention_fp8_varlen: Validation(_validated_fp8, ("forward",)),
     linear_attention: Validation(_validated_linear),
     linear_attention_varlen: Validation(_validated_linear),
     linear_attention_step: Validation(_validated_linear, ("step",)),

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from saccade.ops.attention.api import ATTENTION
+from saccade.ops.attention_fp8.custom_op import ATTENTION_FP8
 from saccade.ops.delta_rule import custom_op as delta_op
 from saccade.ops.delta_rule import validation as delta_validation
 from saccade.ops.linear_attention.custom_op import LINEAR
@@ -47,6 +48,13 @@ def attention_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     inputs = ATTENTION.split(arguments[5:]).inputs
     pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return 2 * pairs * (3 * inputs.query.shape[-1] + 2 * inputs.value.shape[-1])
+
+
+def fp8_flops(*arguments: Any, out_val: Any = None) -> int:
+    """Scores and weighted values, whatever the numbers are made of."""
+    inputs = ATTENTION_FP8.split(arguments).inputs
+    pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
+    return 2 * pairs * (inputs.query.shape[-1] + inputs.value.shape[-1])
 
 
 def paged_flops(*arguments: Any, out_val: Any = None) -> int:
@@ -106,6 +114,7 @@ def delta_step_flops(*arguments: Any, out_val: Any = None) -> int:
 FORMULAS: dict[str, Callable[..., int]] = {
     "attention": attention_flops,
     "attention_backward": attention_backward_flops,
+    "attention_fp8": fp8_flops,
     "attention_paged": paged_flops,
     "gated_delta_rule": delta_flops,
     "gated_delta_rule_backward": delta_backward_flops,

@@ -133,13 +133,25 @@ PACKED_SHAPES = {
 }
 
 
-def check_tensors(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
+def check_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shapes: dict[str, str],
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> None:
     """Refuse queries, keys and values that do not fit together."""
-    check_kinds(query, key, value, shapes)
+    check_kinds(query, key, value, shapes, dtypes)
     _check_sizes(query, key, value, packed=shapes is PACKED_SHAPES)
 
 
-def check_kinds(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str]) -> None:
+def check_kinds(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    shapes: dict[str, str],
+    dtypes: Sequence[torch.dtype] = DTYPES,
+) -> None:
     """Refuse what is no tensor of so many dimensions, or of another dtype or device."""
     num_dims = shapes["query"].count(",") + 1
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -150,10 +162,9 @@ def check_kinds(query: Tensor, key: Tensor, value: Tensor, shapes: dict[str, str
             raise TypeError(f"{name}: got {got}, takes a dense tensor {shapes[name]}")
         if tensor.dim() != num_dims:
             raise ValueError(f"{name}: got shape {tuple(tensor.shape)}, takes {shapes[name]}")
-        if tensor.dtype not in DTYPES:
-            raise TypeError(
-                f"{name}: got {tensor.dtype}, takes float32, float64, bfloat16 or float16"
-            )
+        if tensor.dtype not in dtypes:
+            *most, last = [str(dtype).removeprefix("torch.") for dtype in dtypes]
+            raise TypeError(f"{name}: got {tensor.dtype}, takes {', '.join(most)} or {last}")
     dtype, device = query.dtype, query.device
     for name, tensor in (("key", key), ("value", value)):
         if tensor.dtype != dtype:

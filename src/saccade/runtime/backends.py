@@ -245,6 +245,34 @@ def _linear_hopper_not_preferred(problem: LinearProblem) -> str | None:
     return None
 
 
+def _fp8_triton_unsupported(problem: Problem) -> str | None:
+    if reason := _too_wide(problem):
+        return reason
+    dtype = torch.float16 if problem.quantize == "given" else problem.dtype
+    at = problem.device, problem.device_index
+    return _triton_device_unsupported(*at, dtype) or _fp8_device_unsupported(*at)
+
+
+@constant
+def _fp8_device_unsupported(device: str, index: int | None) -> str | None:
+    """Why a GPU has no products of e4m3 numbers."""
+    if device != "cuda":  # Triton's interpreter
+        return None
+    if torch.version.hip is not None:
+        return "it takes NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(index)
+    if capability < (8, 9):
+        return f"the GPU's capability is {capability}; (8, 9) and newer multiply fp8 numbers"
+    return None
+
+
+def _fp8_reference_not_preferred(problem: Problem) -> str | None:
+    """Where there is no kernel, nothing is gained from rounding to fp8."""
+    if problem.device == "cpu":
+        return None
+    return "without a name it stands in for no kernel: it is slower than attention in 16 bits"
+
+
 def no_kernels(device: torch.device) -> str | None:
     """Why Triton kernels cannot run on a device, or None."""
     return _triton_device_unsupported(device.type, device.index, torch.float32)
@@ -335,7 +363,7 @@ def _reference_unsupported(problem: AnyProblem) -> str | None:
 
 
 ATTENTION, PAGED, LINEAR = "attention", "paged_attention", "linear_attention"
-DELTA = "delta_rule"
+DELTA, FP8 = "delta_rule", "attention_fp8"
 BOTH = ("forward", "backward")
 
 BACKENDS = (
@@ -367,6 +395,11 @@ BACKENDS = (
     BackendEntry(DELTA, (*BOTH, "step"), "cpu", _cpu_unsupported),
     BackendEntry(DELTA, (*BOTH, "step"), "triton", _delta_triton_unsupported, note=_launch_note),
     BackendEntry(DELTA, BOTH, "reference", _reference_unsupported),
+    BackendEntry(FP8, ("forward",), "cpu", _cpu_unsupported),
+    BackendEntry(FP8, ("forward",), "triton", _fp8_triton_unsupported, note=_launch_note),
+    BackendEntry(
+        FP8, ("forward",), "reference", _reference_unsupported, _fp8_reference_not_preferred
+    ),
 )  # fmt: skip
 """In order of preference."""
 

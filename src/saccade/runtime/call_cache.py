@@ -27,6 +27,7 @@ from torch.utils._device import DeviceContext
 from saccade.masks import AnyMask, Mask
 from saccade.runtime import backends
 from saccade.runtime.arguments import values_readable
+from saccade.runtime.fp8_spec import Quantisation
 from saccade.runtime.spec import KernelConfig, Variant, precision
 from saccade.runtime.validation import strides_fit_tma
 from saccade.scores import AnyScore, Score
@@ -85,6 +86,7 @@ class CheckedCall:
     backward_by: str = ""
     backward_unsupported: str = ""  # why no backend has the backward pass
     batch_invariant: bool = False
+    quantisation: Quantisation | None = None  # of fp8 attention
     forward: Callable[[Any, Any], Any] | None = None
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
     tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured

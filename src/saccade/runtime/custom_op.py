@@ -64,6 +64,11 @@ class Gradient(NamedTuple):
         return len(self.results) + len(self.kept)
 
 
+REFERENCE_INSTEAD = (
+    'pass implementation="reference", which is plain PyTorch and differentiates to any order'
+)
+
+
 class Operation:
     """An operation as an operator of PyTorch, and the ways into it.
 
@@ -75,6 +80,7 @@ class Operation:
         run: all results, from the operator's arguments.
         empty: memory for all results.
         gradient: its backward pass; None for an operation that has none.
+        no_gradient, instead: then what is not implemented, and what to do.
     """
 
     def __init__(
@@ -92,6 +98,7 @@ class Operation:
         empty: Callable[[Arguments], tuple[Tensor, ...]],
         gradient: Gradient | None = None,
         no_gradient: str = "double backward",
+        instead: str = REFERENCE_INSTEAD,
     ):
         self.name, self.inputs, self.num_inputs = name, inputs, len(inputs._fields)  # type: ignore[attr-defined]
         self.has_tables = "tables" in tensors
@@ -106,7 +113,7 @@ class Operation:
             self._vmap,
         )
         if gradient is None:
-            _refuse_derivatives(name, no_gradient)
+            _refuse_derivatives(name, no_gradient, instead)
             return
         wanted = "int[] wanted_tables, " if self.has_tables else ""
         schema = f"({gradient.schema}, {wanted}{tensors}, {plain}) -> Tensor[]"
@@ -431,21 +438,22 @@ def _register(
     torch.library.register_vmap(f"saccade::{name}", vmap)
 
 
-def _refuse_derivatives(name: str, what: str) -> None:
+def _refuse_derivatives(name: str, what: str, instead: str = REFERENCE_INSTEAD) -> None:
     """Let a derivative of the operator be an error that says what to do instead."""
 
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
         ctx.implementation = inputs[-1]
 
     def backward(ctx: Any, *grads: Any) -> Any:
-        raise not_implemented(ctx.implementation, what)
+        raise not_implemented(ctx.implementation, what, instead)
 
     torch.library.register_autograd(f"saccade::{name}", backward, setup_context=setup_context)
 
 
-def not_implemented(implementation: str, what: str) -> NotImplementedError:
-    """The error for a derivative that only the reference has."""
+def not_implemented(
+    implementation: str, what: str, instead: str = REFERENCE_INSTEAD
+) -> NotImplementedError:
+    """The error for a derivative that only the reference has, or another call."""
     return NotImplementedError(
-        f"saccade: {what} is not implemented by {implementation!r}; pass "
-        'implementation="reference", which is plain PyTorch and differentiates to any order'
+        f"saccade: {what} is not implemented by {implementation!r}; {instead}"
     )

@@ -247,10 +247,13 @@ class Problem(NamedTuple):
     page_dtype: torch.dtype | None = None
     batch_invariant: bool = False
     tma: bool = False  # whether the strides are such that TMA can read the tensors as they lie
+    quantize: str = ""  # fp8 attention: how 16-bit rows become e4m3 numbers, or "given"
 
     @property
     def operation(self) -> str:
         """The operation's folder below saccade.ops."""
+        if self.quantize:
+            return "attention_fp8"
         return "paged_attention" if self.page_size else "attention"
 
     @property

@@ -115,11 +115,11 @@ def prepare(
     inputs = Inputs(query, key, value, sinks, None, cu_seqlens_q, cu_seqlens_k)
 
     extents = arguments.extents_of(inputs, longest)
-    variant = _variant(mask, score, scale, dropout_p, extents, query.device)
+    variant = variant_for(mask, score, scale, dropout_p, extents, query.device)
     return inputs, variant, problem_of(inputs, variant, config), config
 
 
-def _variant(
+def variant_for(
     mask: AnyMask,
     score: AnyScore,
     scale: float,
@@ -180,7 +180,7 @@ def prepare_paged(
     longest_k = int(inputs.kv_lens.max()) if readable and inputs.batch else None
     longest_q = query.shape[2] if offsets is None else longest_q
     extents = Extents(inputs.batch, query.shape[1], longest_q, longest_k, packed=True)
-    variant = _variant(mask, score, scale, 0.0, extents, query.device, batch_invariant)
+    variant = variant_for(mask, score, scale, 0.0, extents, query.device, batch_invariant)
     slots = inputs.page_table.numel() * inputs.page_size
     problem = Problem(
         batch=inputs.batch,
