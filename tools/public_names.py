@@ -118,6 +118,7 @@ MODULES = (
     f"{INTEGRATIONS}.vllm",
     f"{INTEGRATIONS}.xformers",
     f"{INTEGRATIONS}.xformers.attn_bias",
+    f"{INTEGRATIONS}.xformers.tree_attention",
 )
 
 

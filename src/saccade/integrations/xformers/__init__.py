@@ -7,8 +7,8 @@ xformers 0.0.30; any dtype and device that saccade serves. Differences:
 - `op` names a kernel of xformers', and is not needed.
 - A row that sees nothing gives 0, and an lse of -inf.
 - Dropout leaves out other weights for the same seed.
-- Only attention is here, and two operators that dinov2 imports beside it: xformers' layers and its
-  other operators are not found.
+- Only attention is here, of drafted trees too, and two operators that dinov2 imports beside it:
+  xformers' layers and its other operators are not found.
 """
 
 from __future__ import annotations
@@ -18,7 +18,15 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from saccade.integrations.replaced_modules import ReplacedModules, defined_in, names_of
-from saccade.integrations.xformers import attention, indexing, operators
+from saccade.integrations.xformers import (
+    attention,
+    attn_bias_utils,
+    dispatch,
+    indexing,
+    info,
+    operators,
+    tree_attention,
+)
 from saccade.integrations.xformers import attn_bias as attn_bias
 from saccade.integrations.xformers import fmha as fmha
 from saccade.integrations.xformers.fmha import *  # noqa: F403
@@ -50,10 +58,19 @@ _modules = ReplacedModules(
         # ComfyUI asks for the version by its module, and whether there are kernels.
         "xformers": {"__version__": VERSION, "_has_cpp_library": True},
         "xformers.version": {"__version__": VERSION},
-        "xformers.ops": {**names_of(fmha), **defined_in(indexing), "unbind": unbind},
+        "xformers.ops": {
+            **names_of(fmha),
+            **defined_in(indexing),
+            "unbind": unbind,
+            "AttentionMask": attn_bias.AttentionBias,
+        },
         "xformers.ops.fmha": names_of(fmha),
         "xformers.ops.fmha.attn_bias": names_of(attn_bias),
-        "xformers.ops.fmha.common": defined_in(operators),
+        "xformers.ops.fmha.common": {**names_of(attn_bias), **defined_in(operators)},
+        "xformers.ops.fmha.dispatch": names_of(dispatch),
+        "xformers.ops.tree_attention": names_of(tree_attention),
+        "xformers.attn_bias_utils": defined_in(attn_bias_utils),
+        "xformers.info": defined_in(info),
         **{
             f"xformers.ops.fmha.{name}": operator._asdict()
             for name, operator in operators.MODULES.items()

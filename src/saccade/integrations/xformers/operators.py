@@ -5,6 +5,7 @@ Saccade chooses its own kernels, so that a name makes no difference.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -57,6 +58,57 @@ class Inputs:
     output_dtype: torch.dtype | None = None
     is_partial: bool = False
 
+    @property
+    def device(self) -> torch.device:
+        """Query's."""
+        return self.query.device
+
+    @property
+    def scale_float(self) -> float:
+        """The factor of the scores."""
+        return self.query.shape[-1] ** -0.5 if self.scale is None else self.scale
+
+    def get_qkv_in_bmghk(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value as [B, M, G, H, K]."""
+        missing = {3: (2, 2), 4: (2,), 5: ()}[self.query.dim()]
+
+        def grouped(rows: Tensor) -> Tensor:
+            return functools.reduce(torch.unsqueeze, missing, rows)
+
+        return grouped(self.query), grouped(self.key), grouped(self.value)
+
+    def get_output_dtype(self) -> torch.dtype:
+        """The output's dtype: the wished one, or float32 for a part of the keys."""
+        wide = torch.promote_types(self.query.dtype, torch.float32)
+        return self.output_dtype or (wide if self.is_partial else self.query.dtype)
+
+
+@dataclass
+class Context:
+    """What a forward pass leaves for gradients."""
+
+    lse: Tensor
+    out: Tensor
+    op_bw: Any = None
+    rng_state: Any = None
+
+
+@dataclass
+class Gradients:
+    """Of query, key, value and a bias."""
+
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    db: Tensor | None = None
+
+
+def bmk2bmhk(tensor: Tensor, num_heads: int) -> Tensor:
+    """[B · H, M, K] as [B, M, H, K]; a tensor that has four dimensions stays as it is."""
+    if tensor.dim() == 4:
+        return tensor
+    return tensor.unflatten(0, (-1, num_heads)).transpose(1, 2)
+
 
 class AttentionOpBase:
     """The name of a kernel of xformers."""
@@ -72,6 +124,16 @@ class AttentionOpBase:
     def not_supported_reasons(cls, d: Inputs) -> list[str]:
         """Why a call may not name it: there is no reason."""
         return []
+
+    @classmethod
+    def is_available(cls) -> bool:
+        """Whether the kernel may be named."""
+        return True
+
+    @classmethod
+    def info(cls) -> str:
+        """That it may, as a word."""
+        return "available"
 
 
 class AttentionFwOpBase(AttentionOpBase):
