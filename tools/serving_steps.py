@@ -4,7 +4,8 @@ Usage: python tools/serving_steps.py [CASE ...] [--json FILE] [--seconds 300]
 
 A case is a way and a batch, such as compiled:32, and 8b before it for a larger model
 (8b:compiled:32). "compiled" is what an engine does by itself: layers are compiled, steps are CUDA
-graphs and begin ahead of the host. "graphs" compiles no layers, "waiting" does not begin ahead,
+graphs and begin ahead of the host. "merged" multiplies equal inputs' weights in one product besides
+(merge_products). "graphs" compiles no layers, "waiting" does not begin ahead,
 "drawn" draws by temperature and top_p, "eager" captures nothing. Each runs in a process
 of its own, so that one that fails harms no other; kernels that one compiles the next ones find in
 the cache. First come the tokens of a batch of 4, which must be those of eager steps.
@@ -31,6 +32,7 @@ CASES = ("compiled:1", "compiled:32", "compiled:128", "graphs:1", "graphs:32", "
          "waiting:32", "drawn:128", "eager:1", "eager:32", "eager:128")  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "compiled": {},
+    "merged": {"merge_products": True},
     "graphs": {"compile": False},
     "drawn": {},
     "waiting": {"run_ahead": False, "compile": False},
