@@ -157,6 +157,7 @@ def pretended() -> Iterator[None]:
         (launcher, "INTERPRETED", False),
         (torch._C, "_cuda_getDevice", lambda: 0),
         (torch._C, "_cuda_getCurrentRawStream", lambda device: 0),
+        (torch._C, "_cuda_isCurrentStreamCapturing", lambda: False),
         *((module, "current_device", lambda tensor: 0)
           for module in (launcher, planning, call_spec, passes, paged)),
         *((module, "values_readable", lambda tensor: False)

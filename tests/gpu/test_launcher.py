@@ -19,7 +19,7 @@ from torch import Tensor
 pytest.importorskip("triton")
 import saccade
 from saccade import masks
-from saccade.gpu import driver, language, launcher, machine_code, planning
+from saccade.gpu import driver, language, launcher, machine_code, planning, recording
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.pipeline import Box, descriptor
 from saccade.gpu.kernel_args import Extent, Geometry
@@ -361,10 +361,11 @@ def recorded(on_gpu: list[int], encoded: list[int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(machine_code, "variant", variant)
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
+    monkeypatch.setattr(recording, "RECORDS", False)
     for module, memories in (
         (host, ("_forwards", "_lengths", "_specs", "_launches")),
         (hopper_host, ("_forwards", "_lengths", "_kinds", "_backwards")),
-        (call_cache, ("_calls",)),
+        (call_cache, ("_calls", "_layouts")),
     ):
         for memory in memories:
             monkeypatch.setattr(module, memory, {})

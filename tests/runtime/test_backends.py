@@ -128,6 +128,7 @@ def test_a_named_one_without_a_backward_pass_refuses_gradients(monkeypatch):
         backends, "choose_all", lambda *call: backends.Chosen("cpu", "", "implementation: cpu: no")
     )
     monkeypatch.setattr(call_cache, "_calls", {})
+    monkeypatch.setattr(call_cache, "_layouts", {})
     rows = torch.ones(1, 2, 4, 8)
     saccade.attention(rows, rows, rows)
     for offsets in ((), (torch.tensor([0, 1], dtype=torch.int32),)):

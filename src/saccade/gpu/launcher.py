@@ -9,6 +9,7 @@ driver is told to go. A call of another length fills such a block anew, for the 
 from __future__ import annotations
 
 import operator
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -30,8 +31,12 @@ from saccade.gpu.signature import (
     type_of,
 )
 
-NO_MAP = bytes(driver.TENSOR_MAP_SIZE)
+MAP_SIZE = driver.TENSOR_MAP_SIZE
+NO_MAP = bytes(MAP_SIZE)
 MOST_MAPS = 512  # addresses of one tensor of calls like one another; each takes 128 bytes
+
+Maps = tuple[int, int, dict[int, bytes]]
+"""A tensor that TMA moves: its number, its byte of memory, its descriptors by address."""
 
 MakeArguments = Callable[[], tuple[Any, ...]]
 """Makes a kernel's arguments, nested as it takes them; a Tensor stands for its address."""
@@ -328,9 +333,7 @@ class Start:
         # Descriptors by address, of each tensor that TMA moves: one says where a tensor lies and
         # how, and not which one it is; a launch, or a graph that is captured, copies it. So it
         # serves whatever tensor comes to lie there.
-        self.maps: list[tuple[int, int, dict[int, bytes]]] = [
-            (moved.number, moved.byte, {}) for moved in template.maps
-        ]
+        self.maps: list[Maps] = [(moved.number, moved.byte, {}) for moved in template.maps]
         self.first = template.first
 
     def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
@@ -344,19 +347,31 @@ class Start:
         for first, number in template.same:
             if addresses[first] != addresses[number]:
                 return False
-        variant = template.variant
+        if watched.by is not None:
+            watched.by(self, programs, addresses)
+        self.at(programs, stream, addresses, template.pointers, self.maps)
+        return True
+
+    def at(
+        self, programs: int, stream: int, addresses: Sequence[int],
+        pointers: Sequence[tuple[int, int]], maps: Sequence[Maps],
+    ) -> None:  # fmt: skip
+        """Start so many programs at these addresses, which fit.
+
+        pointers, maps: which of the addresses goes where, as `Template.pointers` and `Start.maps`.
+        """
+        variant = self.template.variant
         memory, words = variant.memory, variant.words
         with variant.lock:  # another thread may start it meanwhile, and the driver lets it
             memory[:] = self.parameters
-            for number, word in template.pointers:
+            for number, word in pointers:
                 words[word] = addresses[number]
-            for number, byte, maps in self.maps:
-                found = maps.get(addresses[number])
+            for number, byte, known in maps:
+                found = known.get(addresses[number])
                 if found is None:
-                    found = self._describe(byte, maps, addresses[number])
-                memory[byte : byte + driver.TENSOR_MAP_SIZE] = found
+                    found = self._describe(byte, known, addresses[number])
+                memory[byte : byte + MAP_SIZE] = found
             variant.launch(programs, stream)
-        return True
 
     def _describe(self, byte: int, maps: dict[int, bytes], address: int) -> bytes:
         """The descriptor of the tensor at an address that moves by the one at a byte."""
@@ -378,11 +393,22 @@ class TritonStart:
 
     def __call__(self, programs: int, stream: int, tensors: Sequence[Tensor]) -> bool:
         """Start so many programs for the tensors that it was made with."""
+        if watched.by is not None:
+            watched.by(self, programs, ())
         self.compiled[(programs, 1, 1)](*self.values, stream=stream)
         return True
 
 
 AnyStart = Start | TritonStart
+
+
+class Watched(threading.local):
+    """Who is told of every start of this thread, before it is made (`recording.py`)."""
+
+    by: Callable[[AnyStart, int, Sequence[int]], None] | None = None
+
+
+watched = Watched()
 
 
 def described(

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from saccade.bench.timing import Runnable, TimingPlan, rotate
+from saccade.gpu import recording
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import worker
 from saccade.kernel_check.calls import DTYPES, MASKS, PASSES, KernelCall
@@ -366,7 +367,10 @@ class KernelClock:
                     launch_now(one, *call)
 
         # Calls that were prepared relaunch; told that this does not fit, they launch.
-        with patch.multiple(Launch, __call__=launch, relaunch=lambda *call: False):
+        with (
+            patch.multiple(Launch, __call__=launch, relaunch=lambda *call: False),
+            patch.object(recording, "RECORDS", False),
+        ):
             yield
 
     def _timed(self, start: Callable[[], None]) -> None:

@@ -4,11 +4,13 @@ Validating every argument takes longer than a small problem does on a GPU. So wh
 the choice of backends gave for a plain eager call is kept under all that they look at. Of softmax
 attention, dense and packed, that is its kind: heads, channels, dtypes, devices, mask, score and
 options; of lengths and strides no more than the choice asks (`backends.lengths_kind`, and whether
-TMA can read the tensors), so that a call of a new length is like one that was validated. Calls over
-pages, of linear attention and of the gated delta rule are kept under shapes and strides. Anything
-out of the ordinary (captured tensors, dropout, autocast, tracing, transforms, modes, tensor
-subclasses, offsets that can be read) is validated every time, so that what observes calls sees the
-same of each. Of calls over pages, lengths and page numbers that can be read are checked every time.
+TMA can read the tensors), so that a call of a new length is like one that was validated. Before its
+kind, a call is looked up by its layout, shapes and strides as they are: that takes less time, and
+what was prepared for calls of this layout is kept beside it. Calls over pages, of linear attention
+and of the gated delta rule are kept under shapes and strides. Anything out of the ordinary
+(captured tensors, dropout, autocast, tracing, transforms, modes, tensor subclasses, offsets that
+can be read) is validated every time, so that what observes calls sees the same of each. Of calls
+over pages, lengths and page numbers that can be read are checked every time.
 """
 
 from __future__ import annotations
@@ -89,6 +91,7 @@ class CheckedCall:
     quantisation: Quantisation | None = None  # of fp8 attention
     forward: Callable[[Any, Any], Any] | None = None
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
+    kind: CheckedCall | None = None  # of a call that is kept by its layout: of all like it
     tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
 
     def __post_init__(self) -> None:
@@ -103,6 +106,91 @@ class CheckedCall:
 
 
 _calls: dict[Any, CheckedCall] = {}
+_layouts: dict[Any, CheckedCall] = {}
+
+
+def find(
+    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, score: AnyScore, scale: float | None,
+    implementation: str | None, config: AnyConfig,
+) -> tuple[tuple[Any, ...] | None, CheckedCall | None]:  # fmt: skip
+    """What a dense call of attention is kept under, None for one that must be validated; and what
+    is kept of one like it, by its layout if there was one, else by its kind."""
+    if not (type(query) in PLAIN and type(key) in PLAIN and type(value) in PLAIN):
+        return None, None
+    if _must_be_validated(mask, score, scale, implementation, config):
+        return None, None
+    layout = _layout_of(query, key, value, mask, score, scale, implementation, config)
+    if layout is None:
+        return None, None
+    found = _layouts.get(layout)
+    if found is not None:
+        return layout, found
+    kind = key_of(query, key, value, mask, score, scale, implementation, config)
+    return kind, _with_layout(layout, lookup(kind))
+
+
+def find_packed(
+    query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor],
+    longest: tuple[int | None, int | None], mask: AnyMask, score: AnyScore, scale: float | None,
+    implementation: str | None, config: AnyConfig,
+) -> tuple[tuple[Any, ...] | None, CheckedCall | None]:  # fmt: skip
+    """What `find` finds, of a call of packed sequences. offsets, longest: of queries, of keys."""
+    ends, of_keys = offsets
+    if not (PLAIN.issuperset(map(type, (query, key, value, ends, of_keys)))):
+        return None, None
+    if _must_be_validated(mask, score, scale, implementation, config):
+        return None, None
+    layout = _layout_of(query, key, value, mask, score, scale, implementation, config)
+    if layout is None or values_readable(ends) or values_readable(of_keys):
+        return None, None
+    layout = (
+        *layout, ends.shape, of_keys.shape, ends.stride(), of_keys.stride(), ends.dtype,
+        of_keys.dtype, ends.device, of_keys.device, ends is of_keys, longest, *map(type, longest),
+    )  # fmt: skip
+    found = _layouts.get(layout)
+    if found is not None:
+        return layout, found
+    kind = key_of_packed(
+        query, key, value, offsets, longest, mask, score, scale, implementation, config
+    )
+    return kind, _with_layout(layout, lookup(kind))
+
+
+def _layout_of(
+    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, score: AnyScore, scale: float | None,
+    implementation: str | None, config: AnyConfig,
+) -> tuple[Any, ...] | None:  # fmt: skip
+    """All that tells calls apart but addresses; None: tensors do not lie alike in plain memory."""
+    dtype, device, strided = query.dtype, query.device, torch.strided
+    if not (key.dtype is value.dtype is dtype and key.device == value.device == device):
+        return None
+    if not (query.layout is strided and key.layout is strided and value.layout is strided):
+        return None
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
+        dtype, device, _of_modifier(mask), _of_modifier(score), scale, implementation, config,
+        precision(dtype),
+    )  # fmt: skip
+
+
+def _of_modifier(modifier: Any) -> tuple[Any, ...] | None:
+    """All that tells modifiers without tensors apart, which is found sooner than their hash."""
+    if modifier is None:
+        return None
+    captured = modifier.captured
+    return modifier.key, tuple(captured.ints), tuple(captured.floats)
+
+
+def _with_layout(layout: tuple[Any, ...], kind: CheckedCall | None) -> CheckedCall | None:
+    """A kind of call for calls of one layout, kept for later ones."""
+    if kind is None:
+        return None
+    found = CheckedCall(
+        kind.variant, kind.config, kind.forward_by, kind.backward_by, kind.backward_unsupported,
+        kind.batch_invariant, plain=kind.plain, kind=kind,
+    )  # fmt: skip
+    _keep(_layouts, layout, found)
+    return found
 
 
 def plain_options(sinks: Tensor | None, dropout_p: float, deterministic: bool) -> bool:
@@ -282,13 +370,17 @@ def lookup(key: tuple[Any, ...] | None) -> CheckedCall | None:
 
 def keep(key: tuple[Any, ...] | None, checked: CheckedCall) -> None:
     """Keep a validated call, in place of the oldest one where there are `MOST_CALLS`."""
-    if key is None:
-        return
-    if len(_calls) >= MOST_CALLS:
-        _calls.pop(next(iter(_calls)), None)
-    _calls[key] = checked
+    if key is not None:
+        _keep(_calls, key, checked)
+
+
+def _keep(memory: dict[Any, CheckedCall], key: tuple[Any, ...], checked: CheckedCall) -> None:
+    if len(memory) >= MOST_CALLS:
+        memory.pop(next(iter(memory)), None)
+    memory[key] = checked
 
 
 def forget() -> None:
     """Forget all calls, so that each is validated like the first of its kind (for tests)."""
     _calls.clear()
+    _layouts.clear()

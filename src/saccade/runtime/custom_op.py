@@ -154,9 +154,21 @@ class Operation:
 
     def straight(self, inputs: Any, checked: CheckedCall, variant: Any) -> tuple[Tensor, ...]:
         """The backend itself, by the forward pass that was prepared for such calls."""
-        if checked.forward is None:
-            checked.forward = self.prepare(inputs, checked)
-        return checked.forward(inputs, variant)
+        forward = checked.forward
+        if forward is None:
+            forward = checked.forward = self._prepared(inputs, checked)
+        return forward(inputs, variant)
+
+    def _prepared(self, inputs: Any, checked: CheckedCall) -> Callable[[Any, Any], Any]:
+        """The forward pass of calls of a kind; of those of one layout, where it has one of its own
+        for them."""
+        kind = checked.kind
+        if kind is None:
+            return self.prepare(inputs, checked)
+        if kind.forward is None:
+            kind.forward = self.prepare(inputs, kind)
+        of_layout = getattr(kind.forward, "of_layout", None)
+        return kind.forward if of_layout is None else of_layout(inputs, checked.variant)
 
     def split(self, arguments: Sequence[Any]) -> Arguments:
         """An operator's arguments, taken apart."""

@@ -14,6 +14,7 @@ from saccade.runtime.arguments import check_tensors
 def _forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """No call was checked before."""
     monkeypatch.setattr(call_cache, "_calls", {})
+    monkeypatch.setattr(call_cache, "_layouts", {})
 
 
 @pytest.fixture

@@ -129,10 +129,11 @@ def attention(  # breaks function-length: most of it is the docstring
     arguments.check_flag("return_lse", return_lse)
     if causal is not False:
         mask = with_causal(mask, causal)
-    call_key = None
+    call_key, checked = None, None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
-        call_key = call_cache.key_of(query, key, value, mask, score, scale, implementation, config)
-    checked = call_cache.lookup(call_key)
+        call_key, checked = call_cache.find(
+            query, key, value, mask, score, scale, implementation, config
+        )
     if checked is not None:
         output, lse = _attend(Inputs(query, key, value), checked, deterministic, alone=True)
         return (output, lse) if return_lse else output
@@ -240,13 +241,12 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     if causal is not False:
         mask = with_causal(mask, causal)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    tensors, call_key = (query, key, value, *offsets), None
+    tensors, call_key, checked = (query, key, value, *offsets), None, None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
-        call_key = call_cache.key_of_packed(
+        call_key, checked = call_cache.find_packed(
             query, key, value, offsets, (max_seqlen_q, max_seqlen_k),
             mask, score, scale, implementation, config,
         )  # fmt: skip
-    checked = call_cache.lookup(call_key)
     if checked is not None:
         inputs = Inputs(query, key, value, None, None, *offsets)
         output, lse = _attend(inputs, checked, deterministic, alone=True)

@@ -29,7 +29,8 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.gpu.signature import ALIGNMENT, sourced
+from saccade.gpu.recording import RecordedPass, tensors_in
+from saccade.gpu.signature import sourced
 from saccade.ops.attention.hopper import backward_d256, configs, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
@@ -63,6 +64,7 @@ from saccade.ops.attention.triton.call_spec import (
 )
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, in_order_of
 
+Forward = Callable[[Inputs, Variant], tuple[Tensor, ...]]
 NAMES = ("HEADS_PER_KV_HEAD", "HEAD_DIM", "VALUE_DIM")  # of constants of all calls
 
 
@@ -76,12 +78,24 @@ class HopperForward:
         self.alone = brings_three(inputs, variant) and not self.planned
         self.launches: dict[configs.KernelSchedule, Launch] = {}
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of a call like the one that was prepared."""
+        inputs = aligned(inputs)  # copies may lie otherwise
+        return self._of_lengths(inputs, variant)(inputs, variant)
+
+    def of_layout(self, inputs: Inputs, variant: Variant) -> Forward:
+        """The pass of calls that lie as these and capture no tensor."""
+        again_by = self._of_lengths(inputs, variant).recorded
+        brought, override = tensors_in(inputs), configs.OVERRIDE
+
+        def forward(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
+            results = again_by.again(brought(inputs)) if configs.OVERRIDE is override else None
+            return self(inputs, variant) if results is None else results
+
+        return forward
+
+    def _of_lengths(self, inputs: Inputs, variant: Variant) -> ForwardOfLengths:
         query, key, value, _, _, offsets, _ = inputs
-        if (query.data_ptr() | key.data_ptr() | value.data_ptr()) % ALIGNMENT:
-            inputs = aligned(inputs)  # copies, which may lie otherwise
-            query, key, value = inputs[:3]
         lengths = (  # as `lengths_of`, in the way of every call
             self, query.shape, key.shape, query.stride(), key.stride(), value.stride(),
             None if offsets is None else offsets.shape, configs.OVERRIDE,
@@ -90,7 +104,7 @@ class HopperForward:
         found = _lengths.get(lengths)
         if found is None:
             found = remembered(_lengths, lengths, lambda: ForwardOfLengths(self, inputs, variant))
-        return found(inputs, variant)
+        return found
 
     def launch(self, chosen: configs.KernelSchedule) -> Launch:
         """The kernel by a schedule."""
@@ -144,19 +158,22 @@ class ForwardOfLengths:
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
         layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
         self.launch = prepared.launch(chosen).of((*order, queries.batch, *layouts))
+        self.recorded = RecordedPass(self.device, self.spec.device)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of such a call."""
+        tensors = inputs[:3] if self.alone else tensors_of(inputs, variant)
+        return self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
+
+    def _run(
+        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
         output, lse = self.output(), self.lse()
         counter = tile_scheduler.counter_of(self.device)
-        plan, tensors = NO_PLAN, (*inputs[:3], output, lse, counter)
-        if not self.alone:
-            plan = NO_PLAN if self.planner is None else self.planner(inputs, variant)
-            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors, counter)
-
-        if not self.launch.relaunch(self.programs, self.spec.device, tensors):
-            call = inputs, variant, output, lse, plan, counter
-            self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
+        plan = NO_PLAN if self.planner is None else self.planner(inputs, variant)
+        tensors = (*brought, output, lse, *plan.tensors, counter)
+        call = inputs, variant, output, lse, plan, counter
+        self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
         return output, lse
 
     def _arguments(
@@ -196,15 +213,13 @@ _lengths: dict[Any, ForwardOfLengths] = {}
 _forwards: dict[Any, HopperForward] = {}
 
 
-def prepared(
-    inputs: Inputs, variant: Variant, config: KernelConfig
-) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
+def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> Forward:
     """The forward pass of calls like this one; call it with inputs of any lengths."""
     key = signature(inputs, variant)
     return remembered(_forwards, key, lambda: HopperForward(inputs, variant))
 
 
-def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, ...]:
     """Output and lse; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)
 
@@ -362,6 +377,7 @@ class BackwardOfLengths:
         self.query_pass = None
         if kind.apart:
             self.query_pass = WideQueryPass(self, inputs, variant)
+        self.recorded = RecordedPass(inputs.query.device, self.spec.device)
 
     def _choose_memory(self, inputs: Inputs, passed: BackwardInputs) -> None:
         """What memory a pass takes, and the layouts of all tensors that kernels see rows of."""
@@ -446,12 +462,15 @@ class BackwardOfLengths:
         deterministic: bool,
     ) -> Gradients:
         """Gradients of a call like the one that was prepared; see `backward`."""
-        made: Any = [None if make is None else make() for make in self.makers]
-        memory = BackwardMemory(*made)
-        HopperBackwardCall(self, inputs, variant, passed, memory).run()
-        found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         if not self.kind.rest:
-            return found
+            known = inputs[:3] if self.kind.alone else tensors_of(inputs, variant)
+            tensors = (*known, *there_are(passed))
+            of_query, of_key, of_value = self.recorded(
+                tensors, lambda: self._run(inputs, variant, passed)[:3]
+            )
+            return Gradients(of_query, of_key, of_value, None, {})
+        memory = self._run(inputs, variant, passed)
+        found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
         assert memory.lse_log2 is not None and memory.row_dot is not None
         results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
         spec = CallSpec.of(inputs)
@@ -461,6 +480,12 @@ class BackwardOfLengths:
             position: rest.table(position, rest.known(), config) for position in wanted_tables
         }
         return found._replace(sinks=rest.sinks(), tables=tables)
+
+    def _run(self, inputs: Inputs, variant: Variant, passed: BackwardInputs) -> BackwardMemory:
+        made: Any = [None if make is None else make() for make in self.makers]
+        memory = BackwardMemory(*made)
+        HopperBackwardCall(self, inputs, variant, passed, memory).run()
+        return memory
 
 
 _kinds: dict[Any, HopperBackward] = {}

@@ -33,6 +33,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Launch
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
+from saccade.gpu.recording import RecordedPass, tensors_in
 from saccade.gpu.signature import Number, Stride, sourced
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
@@ -62,6 +63,8 @@ from saccade.runtime.spec import (
     in_order_of,
 )
 
+Forward = Callable[[Inputs, Variant], tuple[Tensor, ...]]
+
 
 class TritonForward:
     """The forward pass of calls that are alike but for their lengths, prepared."""
@@ -69,14 +72,29 @@ class TritonForward:
     def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
         self.spec, self.config = CallSpec.of(inputs), config
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of a call like the one that was prepared."""
         inputs = with_unit_channels(inputs)
+        return self._of_lengths(inputs, variant)(inputs, variant)
+
+    def of_layout(self, inputs: Inputs, variant: Variant) -> Forward:
+        """The pass of calls that lie as these and capture no tensor."""
+        if with_unit_channels(inputs) is not inputs:
+            return self
+        again_by, brought = self._of_lengths(inputs, variant).recorded, tensors_in(inputs)
+
+        def forward(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
+            results = again_by.again(brought(inputs))
+            return self(inputs, variant) if results is None else results
+
+        return forward
+
+    def _of_lengths(self, inputs: Inputs, variant: Variant) -> ForwardOfLengths:
         key = self, *lengths_of(inputs)
         found = _lengths.get(key)
         if found is None:
             found = remembered(_lengths, key, lambda: ForwardOfLengths(self, inputs, variant))
-        return found(inputs, variant)
+        return found
 
 
 class ForwardOfLengths:
@@ -97,17 +115,21 @@ class ForwardOfLengths:
         self.output, self.lse = output.make, lse.make
         layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
         self.launch = launch.of((queries.batch, *layouts))
+        self.recorded = RecordedPass(inputs.query.device, self.spec.device)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of such a call."""
+        tensors = inputs[:3] if self.alone else tensors_of(inputs, variant)
+        return self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
+
+    def _run(
+        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor]:
         output, lse = self.output(), self.lse()
-        plan, tensors = NO_PLAN, (*inputs[:3], output, lse)
-        if not self.alone:
-            plan = self.planner(inputs, variant)
-            tensors = (*tensors_of(inputs, variant), output, lse, *plan.tensors)
-        if not self.launch.relaunch(self.programs, self.spec.device, tensors):
-            call = inputs, variant, output, lse, plan
-            self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
+        plan = NO_PLAN if self.alone else self.planner(inputs, variant)
+        tensors = (*brought, output, lse, *plan.tensors)
+        call = inputs, variant, output, lse, plan
+        self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
         return output, lse
 
     def _arguments(
@@ -133,7 +155,7 @@ def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> TritonFo
     return remembered(_forwards, key, lambda: TritonForward(inputs, variant, config))
 
 
-def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, ...]:
     """Output and lse; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)
 

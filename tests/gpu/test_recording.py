@@ -1,0 +1,232 @@
+"""A pass that is done again starts what it started step by step, on the same memory.
+
+A GPU is pretended, whose kernels note their parameters.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import host_times
+import pytest
+import torch
+from torch import Tensor
+
+import saccade
+from saccade import masks
+from saccade.gpu import driver, launcher, machine_code, recording
+from saccade.gpu.launcher import Launch
+from saccade.gpu.recording import RecordedPass
+from saccade.ops.attention.hopper import host as hopper_host
+from saccade.ops.attention.triton import host as triton_host
+from saccade.runtime import call_cache
+
+CPU = torch.device("cpu")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended")
+
+Started = list[tuple[Any, ...]]
+
+
+class Noting(machine_code.Variant):
+    """Machine code that notes its parameters instead of running."""
+
+    def __init__(self, arguments: Any, started: Started) -> None:
+        self.by_triton, self.name, self.device, self.started = "", "noting", 0, started
+        self.formats = machine_code.formats_of(arguments)
+        self.maps = [host_times.MAP_KIND] * self.formats.count(machine_code.MAP)
+        self._lay_out(self.formats)
+
+    def launch(self, programs: int, stream: int) -> None:
+        values = self.format.unpack(self.memory)
+        found = [
+            ("at", struct.unpack("Q", value[:8])[0]) if kind == machine_code.MAP
+            else ("at", value) if kind == machine_code.ADDRESS and value
+            else value
+            for kind, value in zip(self.formats, values, strict=True)
+        ]  # fmt: skip
+        self.started.append((id(self), programs, *found))
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
+    """What kernels were started with."""
+    found: Started = []
+    variants: dict[Any, Noting] = {}
+
+    def variant(kernel: Any, arguments: Any, options: Any, device: int) -> Noting:
+        return variants.setdefault((kernel, arguments.key), Noting(arguments, found))
+
+    for module, memories in (
+        (triton_host, ("_forwards", "_lengths", "_specs", "_launches")),
+        (hopper_host, ("_forwards", "_lengths", "_kinds", "_backwards")),
+        (call_cache, ("_calls", "_layouts")),
+    ):
+        for memory in memories:
+            monkeypatch.setattr(module, memory, {})
+    with host_times.pretended():
+        monkeypatch.setattr(machine_code, "variant", variant)
+        monkeypatch.setattr(driver, "tensor_map", lambda kind, at, *_: struct.pack("Q120x", at))
+        yield found
+
+
+def told_apart(started: Started, tensors: list[Tensor]) -> list[Any]:
+    """What was started, with the number of a tensor for its address; what is none of these has
+    the number that it is met in."""
+    names: dict[int, Any] = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+    return [
+        tuple(
+            names.setdefault(value[1], f"own {len(names)}") if isinstance(value, tuple) else value
+            for value in one
+        )
+        for one in started
+    ]
+
+
+Call = Callable[[], tuple[list[Tensor], list[Tensor]]]
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
+
+
+def dense(dim: int, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """A call's tensors, and its results."""
+    given = [rows(1, heads, 517, dim) for heads in (8, 2, 2)]
+    output = saccade.attention(*given, **options)
+    grad = torch.zeros_like(output)
+    return [*given, grad], [output, *torch.autograd.grad(output, given, grad)]
+
+
+def varlen() -> tuple[list[Tensor], list[Tensor]]:
+    given = [rows(517, heads, 64) for heads in (4, 2, 2)]
+    offsets = torch.tensor([0, 200, 517], dtype=torch.int32)
+    query, key, value = given
+    output = saccade.attention_varlen(query, key, value, offsets, causal=True)
+    grad = torch.zeros_like(output)
+    return [*given, offsets, grad], [output, *torch.autograd.grad(output, given, grad)]
+
+
+CALLS: dict[str, Call] = {
+    "causal": lambda: dense(128, causal=True),
+    "by Triton": lambda: dense(64, mask=masks.window(9), implementation="triton"),
+    "two passes": lambda: dense(256, causal=True, deterministic=True),
+    "varlen": varlen,
+}
+
+
+@pytest.mark.parametrize("name", list(CALLS))
+def test_what_is_done_again_is_what_was_done(started: Started, name: str) -> None:
+    found, kept = [], []
+    for _ in range(4):
+        begin = len(started)
+        tensors, results = CALLS[name]()
+        kept += tensors, results  # so that every call has addresses of its own
+        found.append(told_apart(started[begin:], [*tensors, *results]))
+    assert found[0] and found[1:] == found[:1] * 3
+
+
+def test_a_recording_is_what_later_calls_are_made_by(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(2):
+        CALLS["causal"]()
+    monkeypatch.setattr(Launch, "__call__", None)  # who goes step by step fails
+    before = len(started)
+    CALLS["causal"]()
+    assert len(started) > before + 4
+
+
+def test_pieces_of_a_block_do_not_overlap(started: Started) -> None:
+    def run() -> tuple[Tensor, ...]:
+        result, *own = (torch.empty(size, dtype=torch.uint8) for size in (64, 700, 16, 1))
+        tensors = [result, *own, own[0][512:]]
+        kernel(tensors)
+        return (result,)
+
+    done, kernel = RecordedPass(CPU, 0), noted_kernel()
+    kept = [done((), run) for _ in range(3)]
+    first, *own, inner = (value[1] for value in started[-1][2:] if isinstance(value, tuple))
+    assert first == kept[-1][0].data_ptr()
+    assert [own[1] - own[0], own[2] - own[0], inner - own[0]] == [1024, 1536, 512]
+
+
+def noted_kernel() -> Callable[[list[Tensor]], None]:
+    """A kernel that is handed addresses."""
+
+    class Kernel:
+        __name__ = "noted"
+        arg_names = ("addresses",)
+
+    launch = Launch(Kernel(), {}, {})
+    return lambda tensors: launch(3, 0, tensors, lambda: (tuple(tensors),))
+
+
+SPOILERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "memory that is written": lambda given, result: result.zero_(),
+    "a result that is part of memory": lambda given, result: result[:16],
+    "a result that was given": lambda given, result: given,
+}
+
+
+@pytest.mark.parametrize("spoiler", [None, *SPOILERS])
+def test_a_pass_that_does_more_is_not_recorded(started: Started, spoiler: str | None) -> None:
+    kernel, runs = noted_kernel(), []
+
+    def run(given: Tensor) -> tuple[Tensor, ...]:
+        result = torch.empty(32)
+        kernel([given, result])
+        runs.append(given)
+        return (SPOILERS[spoiler](given, result) if spoiler else result,)
+
+    done = RecordedPass(CPU, 0)
+    for number in range(4):
+        given = torch.zeros(32)
+        done((given,), lambda given=given: run(given))
+        assert len(started) == number + 1
+        assert ("at", given.data_ptr()) in started[-1]
+    assert len(runs) == (4 if spoiler else 2)
+
+
+def test_tensors_that_do_not_fit_go_step_by_step(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, runs = noted_kernel(), []
+
+    def call(*given: Tensor) -> bool:
+        """Whether it was done again."""
+
+        def run() -> tuple[Tensor, ...]:
+            runs.append(given)
+            result = torch.empty(32)
+            kernel([*given, result])
+            return (result,)
+
+        before, (result,) = len(runs), done(given, run)
+        assert [("at", one.data_ptr()) for one in (*given, result)] == [
+            value for value in started[-1] if isinstance(value, tuple)
+        ]
+        return len(runs) == before
+
+    done, both = RecordedPass(CPU, 0), [torch.zeros(32) for _ in range(2)]
+    assert [call(*both) for _ in range(3)] == [False, False, True]
+    assert not call(both[0], both[0])
+    assert not call(torch.zeros(33)[1:], both[0])
+    with torch.profiler.profile():
+        assert not call(*both)
+    monkeypatch.setattr(recording, "RECORDS", False)
+    assert not call(*both)
+    monkeypatch.setattr(recording, "RECORDS", True)
+    assert call(*reversed(both))
+
+
+def test_nobody_is_told_of_starts_afterwards(started: Started) -> None:
+    def run() -> tuple[Tensor, ...]:
+        raise ValueError("in the middle")
+
+    done = RecordedPass(CPU, 0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="in the middle"):
+            done((torch.zeros(32),), run)
+    assert launcher.watched.by is None
