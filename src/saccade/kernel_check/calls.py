@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade import (
     LinearState,
     attention,
+    attention_fp8,
     attention_paged,
     attention_varlen,
     gated_delta_rule,
@@ -29,6 +30,8 @@ from saccade import (
 )
 from saccade.masks import Mask
 from saccade.ops.attention.triton.call_spec import is_short
+from saccade.ops.attention_fp8.validation import Fp8Options
+from saccade.ops.attention_fp8.validation import prepare as prepare_fp8
 from saccade.runtime.delta_spec import DeltaInputs, DeltaVariant
 from saccade.runtime.spec import (
     Inputs,
@@ -105,10 +108,15 @@ DELTA_PASSES = {
     ),
     "delta step": ("delta_step",),
 }  # fmt: skip
+FP8_PASSES = {
+    "fp8": (
+        "fp8_forward", "fp8_key_sums", "fp8_key_means", "fp8_quantise_rows", "fp8_transpose_values",
+    ),
+}  # fmt: skip
 BACKWARD, HOPPER_BACKWARD = "backward", "hopper_backward"
 """Passes of gradients in the form that the library chooses for the sizes of a call."""
 
-PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES, **DELTA_PASSES}
+PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES, **DELTA_PASSES, **FP8_PASSES}
 KERNELS = tuple(kernel for kernels in PASSES.values() for kernel in kernels)
 
 StartPass = Callable[[str, KernelConfig | None], None]
@@ -581,7 +589,74 @@ class DeltaCall(NamedTuple):
         return start
 
 
-Call = KernelCall | PagedCall | LinearCall | DeltaCall
+class Fp8KernelCall(NamedTuple):
+    """A call of fp8 attention."""
+
+    head_dim: int
+    dtype: str = "bf16"  # or "fp8"
+    mask: str = "none"
+    packed: bool = False
+    quantize: str = "block"
+    length: int = SHORT
+    batch: int = 2
+    heads: int = 4
+
+    operation = "attention_fp8"
+
+    @property
+    def name(self) -> str:
+        """A name in which calls of one catalogue differ."""
+        extras = [f"scales of {self.quantize}s"] if self.quantize != "block" else []
+        extras += ["packed"] if self.packed else []
+        return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
+
+    def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
+        """The call by its public name: its output; nothing has gradients."""
+        assert not self.packed
+        rows, scales = self._rows(device), self._scales(device)
+        output = attention_fp8(
+            *rows, query_scale=scales[0], key_scale=scales[1], value_scale=scales[2],
+            mask=self._mask(), quantize=self.quantize,
+        )  # fmt: skip
+        return output, []
+
+    def _mask(self) -> Mask | None:
+        return masks.causal() if self.mask == "causal" else None
+
+    def _rows(self, device: torch.device) -> list[Tensor]:
+        shape = self.batch, self.heads, self.length, self.head_dim
+        if self.packed:
+            shape = self.batch * self.length, self.heads, self.head_dim
+        return [_untouched(shape, PAGE_DTYPES[self.dtype], device) for _ in range(3)]
+
+    def _scales(self, device: torch.device) -> list[Tensor | None]:
+        if self.dtype != "fp8":
+            return [None] * 3
+        return [torch.ones(self.batch, self.heads, device=device) for _ in range(3)]
+
+    def prepared(self, device: torch.device) -> StartPass:
+        """Make the tensors; start passes with these."""
+        from saccade.ops.attention_fp8.triton import host
+
+        ends = None
+        if self.packed:
+            tokens = self.batch * self.length
+            ends = torch.arange(0, tokens + 1, self.length, dtype=torch.int32, device=device)
+        fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)
+        found = prepare_fp8(
+            *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,
+            scale=None, sinks=None, return_lse=False, config=None,
+        )  # fmt: skip
+
+        def start(which: str, config: KernelConfig | None) -> None:
+            with torch.no_grad():
+                numbers = config or KernelConfig()
+                host.forward(found.inputs, found.variant, numbers, found.quantisation)
+
+        return start
+
+
+Call = KernelCall | PagedCall | LinearCall | DeltaCall | Fp8KernelCall
 
 
 def call_of(which: str, fields: Iterable[Any]) -> Call:
@@ -590,4 +665,6 @@ def call_of(which: str, fields: Iterable[Any]) -> Call:
         return KernelCall(*fields)
     if which in DELTA_PASSES:
         return DeltaCall(*fields)
+    if which in FP8_PASSES:
+        return Fp8KernelCall(*fields)
     return PagedCall(*fields) if which in PAGED_PASSES else LinearCall(*fields)

@@ -37,12 +37,14 @@ from saccade.kernel_check.calls import (
     SHORT,
     Call,
     DeltaCall,
+    Fp8KernelCall,
     KernelCall,
     LinearCall,
     PagedCall,
     call_of,
 )
 from saccade.kernel_check.machine_code import Usage
+from saccade.ops.attention_fp8.triton.configs import ARCHITECTURES as FP8_ARCHITECTURES
 from saccade.runtime.spec import KernelConfig
 
 NAN_SAFE = ("backward_keys, NaN-safe", "backward_shared, NaN-safe")
@@ -182,6 +184,7 @@ def entries(architecture: str) -> list[Entry]:
         *paged_entries(half),
         *linear_entries(half),
         *delta_entries(half),
+        *(fp8_entries() if architecture in FP8_ARCHITECTURES else ()),
     ]
 
 
@@ -238,6 +241,22 @@ def delta_entries(half: str) -> list[Entry]:
         (DeltaCall(256, half), (*scans, "delta_gradients")),
         (DeltaCall(256, half, "channels"), ("delta_system", *scans)),
         (DeltaCall(64, "fp32"), ("delta_system", *scans, "delta_gradients")),
+    ]
+
+
+def fp8_entries() -> list[Entry]:
+    """The calls of fp8 attention: of e4m3 rows, and of rows of 16 bits."""
+    forward = ("fp8_forward",)
+    return [
+        (Fp8KernelCall(64, "fp8"), forward),
+        (Fp8KernelCall(64, "fp8", "causal"), forward),
+        (Fp8KernelCall(128, "fp8"), (*forward, "fp8_transpose_values")),
+        (Fp8KernelCall(128, "fp8", "causal"), forward),
+        (Fp8KernelCall(256, "fp8", "causal"), forward),
+        (Fp8KernelCall(128), PASSES["fp8"]),
+        (Fp8KernelCall(128, mask="causal", packed=True), (*forward, "fp8_quantise_rows")),
+        (Fp8KernelCall(256), ("fp8_quantise_rows", "fp8_transpose_values")),
+        (Fp8KernelCall(128, quantize="head"), ("fp8_quantise_rows",)),
     ]
 
 

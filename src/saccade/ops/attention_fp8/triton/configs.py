@@ -1,0 +1,48 @@
+"""Configs of fp8 attention: which tiles its kernel computes, by architecture and channels.
+
+Tiles are of at most 128 rows, whose scales are one number. None was timed where no comment says so:
+they are the largest that compile without spilling.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from saccade.ops.attention.triton.configs import check
+from saccade.runtime.fp8_spec import BLOCK_ROWS
+from saccade.runtime.spec import CONFIG_NUMBERS, KernelConfig
+
+WIDTHS = (64, 128, 256)
+SMALLEST = 32  # channels, or keys, that a product of e4m3 numbers adds up at least
+
+# Columns: WIDTHS. Entries: query_tile, kv_tile, num_warps, num_stages.
+_HOPPER = (
+    KernelConfig(128, 128, 8, 3), KernelConfig(128, 128, 8, 3), KernelConfig(64, 128, 8, 2),
+)  # fmt: skip
+_BLACKWELL = (
+    KernelConfig(128, 128, 8, 3), KernelConfig(128, 128, 8, 3), KernelConfig(128, 64, 8, 2),
+)  # fmt: skip
+_ADA = (
+    KernelConfig(128, 64, 8, 3), KernelConfig(128, 64, 8, 2), KernelConfig(64, 32, 8, 2),
+)  # fmt: skip
+_TABLES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL}
+ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
+
+
+def choose(architecture: str, width: int, requested: KernelConfig) -> KernelConfig:
+    """The config of a kernel: what the caller gave, the rest from the tables.
+
+    Raises:
+        ValueError: for a requested number that no kernel can have.
+    """
+    column = next(column for column, widest in enumerate(WIDTHS) if width <= widest)
+    config = _TABLES.get(architecture, _ADA)[column]
+    check(requested)
+    for name in ("query_tile", "kv_tile"):
+        tile = getattr(requested, name)
+        if tile > BLOCK_ROWS or (name == "kv_tile" and 0 < tile < SMALLEST):
+            least = SMALLEST if name == "kv_tile" else 16
+            takes = f"takes a power of two from {least} to {BLOCK_ROWS}, rows that share a scale"
+            raise ValueError(f"{name}: got {tile}, {takes}")
+    sizes = {name: getattr(requested, name) for name in CONFIG_NUMBERS}
+    return replace(config, **{name: size for name, size in sizes.items() if size})

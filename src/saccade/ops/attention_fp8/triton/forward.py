@@ -1,0 +1,227 @@
+"""fp8 attention forward: one pass over the keys, from the last to the first.
+
+Products are of e4m3 numbers. What a tile of keys gives is added to a float32 sum of its own
+registers (two-level accumulation), so that the few bits which Hopper's products keep of their sums
+are those of one tile. Weights are 2^8 times what they are elsewhere, and so is their sum, so that
+small ones survive as e4m3 numbers.
+
+Source: FlashAttention-3 (Shah et al. 2024), section 3.3; `ops/attention/triton/forward.py`.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportPossiblyUnboundVariable=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from saccade.gpu.language import tl, triton
+from saccade.gpu.online_softmax import LN_2, LOG2_E, max_of_rows, sum_of_rows
+from saccade.gpu.tensor_view import (
+    any_nonfinite,
+    load_numbers,
+    load_rows,
+    load_tile,
+    nonfinite_rows,
+    num_rows,
+    pad_results,
+    store_numbers,
+    store_tile,
+    without,
+)
+from saccade.gpu.tile_ranges import (
+    NAN_SAFE_ROWS,
+    if_present,
+    nan_safe_parts,
+    nan_safe_start,
+)
+from saccade.ops.attention_fp8.triton.numbers import as_e4m3, load_scale, operand
+from saccade.ops.attention_fp8.triton.quantise import load_values
+from saccade.runtime.fp8_spec import WEIGHTS_LOG2
+
+LIFT: Any = tl.constexpr(float(WEIGHTS_LOG2))  # weights are 2^LIFT times their size
+
+
+class Scales(NamedTuple):
+    """Views of the scales, by block of rows; None: 1. And what smoothing took from the scores."""
+
+    query: Any
+    key: Any
+    value: Any
+    shift: Any  # a View of numbers of query rows, or None
+
+
+@triton.jit(do_not_specialize=["rules"])
+def attention_fp8_forward(
+    query, key, values, output, logsumexp,  # Views; values: of tiles [VALUE_DIM, BLOCK]
+    scales, rules, sinks,
+    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """One program: QUERY_TILE rows of one head. Grid: every tile of every head and sequence."""
+    batch, query_head, tile, slot = query.find(tl.program_id(0), query.data, QUERY_TILE)
+    query_start = tile * QUERY_TILE
+    query_len, kv_len = num_rows(query, batch), num_rows(key, batch)
+    query_rows = query_start + tl.arange(0, QUERY_TILE)
+    pad_results(output, logsumexp, VALUE_DIM, VALUE_WIDTH)
+    query_tile = load_rows(
+        query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+    )
+    shift = tl.zeros([QUERY_TILE], tl.float32)  # of scores, by smoothing
+    if scales.shift is not None:
+        shift = rules.scale * load_numbers(
+            scales.shift, batch, query_head, query_rows, query_len, 0.0
+        )
+    # A program past the end of its sequence has no scale.
+    present = query_start < query_len
+    factor = rules.scale * load_scale(
+        scales.query, batch, query_head, tl.where(present, query_start, 0)
+    )
+    at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_rows, query_len, kv_len)
+    tile_range = rules.mask.tile_range(
+        rules.mask, batch, query_head, slot, query_start, (query_len, kv_len), QUERY_TILE, KV_TILE,
+        True,
+    )  # fmt: skip
+    tile_range = if_present(tile_range, present)
+    # Partial tiles behind the full ones (of a list, which is not in order, hardly any).
+    right = tl.maximum(tile_range.num_partial - tile_range.num_left, 0)
+    if rules.mask.visible is None:
+        right = tile_range.num_partial
+
+    row_max, row_sum = tl.full([QUERY_TILE], float("-inf"), tl.float32), tl.zeros_like(shift)
+    state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
+    for index in range(0, right):
+        tile = rules.mask.tile(rules.mask, tile_range, tile_range.num_partial - 1 - index, False)
+        state = fold_tile(
+            key, values, scales, rules, at, query_tile, factor, shift, tile * KV_TILE, state,
+            HEAD_DIM, VALUE_DIM, KV_TILE, True, False,
+        )  # fmt: skip
+    for index in range(0, tile_range.num_full):  # no mask arithmetic
+        tile = rules.mask.tile(rules.mask, tile_range, tile_range.num_full - 1 - index, True)
+        state = fold_tile(
+            key, values, scales, rules, at, query_tile, factor, shift, tile * KV_TILE, state,
+            HEAD_DIM, VALUE_DIM, KV_TILE, False, False,
+        )  # fmt: skip
+    if rules.mask.visible is not None:
+        left = tile_range.num_partial - right
+        for index in range(0, left):
+            tile = rules.mask.tile(rules.mask, tile_range, left - 1 - index, False)
+            state = fold_tile(
+                key, values, scales, rules, at, query_tile, factor, shift, tile * KV_TILE, state,
+                HEAD_DIM, VALUE_DIM, KV_TILE, True, False,
+            )  # fmt: skip
+        if any_nonfinite(state[2], True):  # once more, NaN-safe: a hidden row may hold NaN
+            query_tile = load_rows(
+                query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
+            )
+            row_max = tl.full([QUERY_TILE], float("-inf"), tl.float32)
+            state = (
+                row_max, tl.zeros_like(row_max), tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32),
+            )  # fmt: skip
+            for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
+                kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
+                state = fold_tile(
+                    key, values, scales, rules, at, query_tile, factor, shift, kv_start, state,
+                    HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, True, True,
+                )  # fmt: skip
+    multiplier, natural_lse = finish(state, shift, sinks, query_head, rules.score is None)
+    if scales.value is not None:  # noqa: SIM102 (known when compiling)
+        if scales.value.step == 0:  # one for all keys
+            multiplier = multiplier * load_scale(scales.value, batch, at[2], 0)
+    store_tile(
+        output, batch, query_head, query_start, query_len, state[2] * multiplier[:, None], VALUE_DIM
+    )
+    store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
+
+
+@triton.jit
+def fold_tile(
+    key, values, scales, rules, at, query_tile, factor, shift, kv_start, state,
+    HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
+    PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr,
+):  # fmt: skip
+    """Fold one tile of keys and values into the state (row_max, row_sum, weighted_sum).
+
+    factor: the scale of the scores times that of the queries. PARTIAL: pairs may be hidden.
+    NAN_SAFE: a row that holds NaN makes nonfinite the pairs that it is visible in and no others;
+    then products are of float16, which changes no number.
+    """
+    batch, query_head, kv_head, query_rows, query_len, kv_len = at
+    row_max, row_sum, weighted_sum = state
+    kv_rows = kv_start + tl.arange(0, KV_TILE)
+    key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
+        key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not PARTIAL
+    )
+    value_tile = load_values(  # [VALUE_WIDTH, KV_TILE]
+        values, batch, kv_head, kv_start, VALUE_DIM, weighted_sum.shape[1], KV_TILE
+    )
+    queries, keys = operand(query_tile, NAN_SAFE), operand(key_tile, NAN_SAFE)
+    value_rows = tl.trans(operand(value_tile, NAN_SAFE))
+    if NAN_SAFE:
+        nonfinite_query, nonfinite_value = nonfinite_rows(queries), nonfinite_rows(value_rows)
+        nonfinite = nonfinite_query[:, None] | (nonfinite_value | nonfinite_rows(keys))[None, :]
+        queries, value_rows = (
+            without(nonfinite_query, queries),
+            without(nonfinite_value, value_rows),
+        )
+        keys = without(nonfinite_rows(keys), keys)
+
+    factor = factor * load_scale(scales.key, batch, kv_head, kv_start)
+    scores = tl.dot(queries, tl.trans(keys))  # [QUERY_TILE, KV_TILE]
+    if rules.score is not None:
+        scores = rules.score.change(
+            scores * factor + shift[:, None], batch, query_head, query_rows[:, None],
+            kv_rows[None, :], kv_len - query_len, rules.score.data,
+        )  # fmt: skip
+        factor = 1.0
+    if NAN_SAFE:
+        scores = tl.where(nonfinite, float("nan"), scores)
+    if PARTIAL:
+        visible = (kv_rows < kv_len)[None, :]
+        if rules.mask.visible is not None:
+            visible = visible & rules.mask.visible(
+                batch, query_head, query_rows[:, None], kv_rows[None, :], kv_len - query_len,
+                rules.mask.data,
+            )  # fmt: skip
+        scores = tl.where(visible, scores, float("-inf"))
+
+    factor = factor * LOG2_E
+    new_max = tl.maximum(row_max, max_of_rows(scores, True) * factor)
+    base = new_max
+    if PARTIAL or rules.score is not None:  # a row may have seen nothing
+        base = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - base)
+    weights = tl.exp2(scores * factor - (base - LIFT)[:, None])  # one FMA, one exponential
+    row_sum = row_sum * rescale + sum_of_rows(weights, True)
+    product = tl.dot(operand(as_e4m3(weights), NAN_SAFE), value_rows)  # [QUERY_TILE, VALUE_WIDTH]
+    if scales.value is not None:  # noqa: SIM102 (known when compiling)
+        if scales.value.step != 0:
+            product = product * load_scale(scales.value, batch, kv_head, kv_start)
+    return new_max, row_sum, weighted_sum * rescale[:, None] + product
+
+
+@triton.jit
+def finish(state, shift, sinks, head, SHIFTED: tl.constexpr):
+    """What the weighted sums are multiplied by, and the natural lse. SHIFTED: scores lack `shift`.
+
+    Sinks join here, so that weights are as large as they can be until then. A row that saw nothing
+    multiplies 0 by 1 and has the lse -inf.
+    """
+    row_max, row_sum = state[0], state[1]
+    rescale = tl.full([row_max.shape[0]], 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E + tl.zeros_like(row_max)
+        if SHIFTED:
+            sink = sink - shift * LOG2_E
+        top = tl.maximum(row_max, sink)
+        base = tl.where(top == float("-inf"), 0.0, top)
+        rescale = tl.exp2(row_max - base)
+        row_sum = row_sum * rescale + tl.exp2(sink - base + LIFT)
+        row_max = top
+    seen = row_sum != 0
+    divisor = tl.where(seen, row_sum, 1.0)
+    natural_lse = (row_max + (tl.log2(divisor) - LIFT)) * LN_2
+    if SHIFTED:
+        natural_lse = natural_lse + shift
+    return rescale / divisor, tl.where(seen, natural_lse, float("-inf"))

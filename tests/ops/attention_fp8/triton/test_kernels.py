@@ -1,0 +1,151 @@
+"""fp8 attention by Triton kernels, interpreted: bits of e4m3 by hand, products in float16.
+
+What a GPU's own conversions and products give is measured there (`tools/fp8_gpu.py`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+from fp8_cases import assert_close, expected, make_case
+from torch import Tensor
+
+import saccade
+from saccade import masks, scores
+from saccade.gpu import language
+from saccade.ops.attention_fp8 import quantise
+from saccade.ops.attention_fp8.triton import configs, host
+from saccade.ops.attention_fp8.validation import Fp8Options, prepare
+from saccade.runtime.spec import KernelConfig
+from saccade.testing import poisoned
+
+interpreted = pytest.mark.skipif(
+    not language.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+)
+SMALL = KernelConfig(query_tile=64, kv_tile=32)
+ONE = {"batch": 1, "heads": (1, 1)}
+CASES: dict[str, dict[str, Any]] = {
+    "one number": {"form": "number", "lengths": (20, 75), "dims": (24, 40), **ONE},
+    "blocks, causal": {"form": "blocks", "lengths": (70, 150), "heads": (2, 1), "causal": True},
+    "both sides": {
+        "lengths": (70, 200), "mask": masks.causal() & masks.window(40), "form": "heads", **ONE,
+    },
+    "listed": {
+        "lengths": (60, 100), "mask": masks.dense(torch.rand(60, 100) < 0.9), **ONE,
+    },
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", CASES)
+def test_rounds_as_the_model_does(name: str) -> None:
+    case = make_case(**{"batch": 1, "dims": (32, 16), **CASES[name]})
+    with poisoned():
+        found = case.run("triton", config=SMALL)
+    wanted = expected(case, 32)
+    if name == "listed":  # its order is another, so weights are rounded by other maxima
+        torch.testing.assert_close(found[1].double(), wanted[1], atol=1e-5, rtol=1e-6)
+        assert float((found[0] - wanted[0]).square().mean().sqrt()) < 0.02
+    else:
+        assert_close(found, wanted, float(case.rows[2].float().abs().max()) * 1.5)
+
+
+def quantised(packed: bool, mode: str) -> tuple[Any, Any]:
+    """What the kernels make of 16-bit rows, and what the definition makes of them."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(1, heads, length, dim) for heads, length, dim in ((2, 40, 48), (1, 140, 48))]
+    rows = [torch.randn(shape, generator=generator) for shape in (*shapes, (1, 1, 140, 20))]
+    rows[1] += 2  # a mean
+    ends: Any = (None, None)
+    if packed:
+        rows = [each[0].transpose(0, 1).contiguous() for each in rows]
+        ends = tuple(torch.tensor(e, dtype=torch.int32) for e in ([0, 10, 35], [0, 130, 135]))
+    fp8 = Fp8Options(None, None, None, mode, True, True, None)
+    found = prepare(
+        *[each.half() for each in rows], *ends, None, None, fp8=fp8, mask=None, score=None,
+        scale=None, sinks=None, return_lse=True, config=None,
+    )  # fmt: skip
+    call = host.Fp8Call(found.inputs, found.variant, SMALL, found.quantisation)
+    return call._quantised(found.inputs), quantise.quantised(found.inputs, found.quantisation)
+
+
+@interpreted
+@pytest.mark.parametrize(("packed", "mode"), [(False, "block"), (True, "head")])
+def test_quantises_as_the_definition_does(packed: bool, mode: str) -> None:
+    (inputs, shift), wanted = quantised(packed, mode)
+    for name, end in (("query", 35), ("key", 135)):
+        found, exact = getattr(inputs, name), getattr(wanted.inputs, name)
+        if packed:
+            found, exact = found[:end], exact[:end]
+        differ = found.float() != exact.float()
+        assert float(differ.float().mean()) < 1e-3  # sums in another order round otherwise
+        torch.testing.assert_close(found.float(), exact.float(), atol=0.01, rtol=2.0**-3)
+    for name in ("query_scale", "key_scale", "value_scale"):
+        found, exact = getattr(inputs, name), getattr(wanted.inputs, name)
+        used = exact > 1e-30 if packed else torch.ones_like(exact, dtype=torch.bool)
+        torch.testing.assert_close(found[used], exact[used], atol=0, rtol=1e-6)
+    end = 35 if packed else 40
+    torch.testing.assert_close(shift[..., :end], wanted.shift[..., :end], atol=1e-4, rtol=1e-5)
+    tiles = inputs.value.float()  # [1, heads, blocks, value_dim, 128]
+    if not packed:
+        values = tiles.transpose(3, 4).flatten(2, 3)[:, :, :140]
+        torch.testing.assert_close(values, wanted.inputs.value.float())
+        assert not tiles[0, 0, 1, :, 12:].any()
+
+
+@interpreted
+def test_everything_of_a_packed_call_together() -> None:
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 3, 3, 40], dtype=torch.int32)
+    rows = [torch.randn(45, heads, 32).half() for heads in (2, 1, 1)]
+    options: dict[str, Any] = {
+        "causal": True, "sinks": torch.tensor([3.0, -1.0]), "score": scores.softcap(4.0),
+        "return_lse": True,
+    }  # fmt: skip
+    call: Any = saccade.attention_fp8_varlen
+    with poisoned():
+        found = call(*rows, ends, implementation="triton", config=SMALL, **options)
+    wanted = call(*rows, ends, implementation="cpu", **options)
+    torch.testing.assert_close(found[1], wanted[1], atol=0.02, rtol=0)
+    assert float((found[0] - wanted[0]).float().square().mean().sqrt()) < 3e-3
+    assert not found[0][40:].any() and bool((found[1][:, 40:] == -torch.inf).all())
+
+
+@interpreted
+def test_what_is_hidden_cannot_leak() -> None:
+    case = make_case(
+        lengths=(20, 70), mask=masks.key_lengths(torch.tensor([40])), dims=(32, 16), **ONE
+    )
+    rows: list[Tensor] = [rows.clone() for rows in case.rows]
+    wanted = saccade.attention_fp8(*rows, **case.options, implementation="triton", config=SMALL)
+    for tensor in rows[1:]:
+        tensor[:, :, 40:] = torch.nan
+    found = saccade.attention_fp8(*rows, **case.options, implementation="triton", config=SMALL)
+    torch.testing.assert_close(found, wanted, atol=0.02, rtol=0.02)
+    rows[0][:, :, 3] = torch.nan
+    found = saccade.attention_fp8(*rows, **case.options, implementation="triton", config=SMALL)
+    seen = found.isnan().all(-1)
+    assert bool(seen[..., 3].all()) and int(seen.sum()) == 1
+
+
+@interpreted
+@pytest.mark.parametrize("lengths", [(0, 4), (4, 0)], ids=str)
+def test_zero_sized_dimensions(lengths: tuple[int, int]) -> None:
+    case = make_case(lengths=lengths, **ONE)
+    rows = [rows.half() for rows in case.rows]
+    output, lse = saccade.attention_fp8(*rows, return_lse=True, implementation="triton")
+    assert not output.any() and bool((lse == -torch.inf).all())
+
+
+def test_configs() -> None:
+    for architecture in configs.ARCHITECTURES:
+        for width in (32, 64, 128, 256):
+            found = configs.choose(architecture, width, KernelConfig())
+            assert max(found.query_tile, found.kv_tile) <= 128 and found.kv_tile >= 32
+    for name, tile in (("query_tile", 256), ("kv_tile", 16)):
+        with pytest.raises(ValueError, match=f"{name}: got {tile}, takes a power of two"):
+            configs.choose("sm_90", 128, KernelConfig(**{name: tile}))
