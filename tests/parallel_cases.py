@@ -22,12 +22,14 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import recurrence_cases
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from worlds import joined, run_worlds
 
-from saccade import masks, parallel, scores
+import saccade
+from saccade import feature_maps, masks, parallel, scores
 from saccade.parallel import exchange
 from saccade.testing import make_case, oracle, tolerances
 from saccade.testing.cases import MASKS, Case
@@ -38,6 +40,7 @@ DEVICE = "cpu"  # or "cuda", of this process
 DENSE, PACKED = ((37, 37),), ((9, 9), (0, 0), (21, 21), (1, 1))
 CASES: dict[str, Callable[[Any], None]] = {}
 NCCL_CASES: dict[str, Callable[[Any], None]] = {}  # kernels take seconds to compile for each mask
+BOTH = (CASES, NCCL_CASES)
 
 
 def case(
@@ -275,6 +278,134 @@ def _local(group: Any) -> None:
     check(group, results(made, plan), "gather", **description)
 
 
+# ---- recurrences ---------------------------------------------------------------------------------
+
+TRIPLES = tuple((rows, rows) for rows in recurrence_cases.SEQUENCES)
+RECURRENCES: list[dict[str, Any]] = [
+    {"kind": "linear", "decay": "rows", "state": True, "heads": (4, 2, 2)},
+    {"kind": "linear", "decay": "heads", "normalize": "clamp", "packed": True, "state": True},
+    {"kind": "linear", "packed": True, "causal": False, "decay": "rows"},
+    {"kind": "linear", "causal": False, "feature_map": "exp", "batch": 1, "state": True},
+    {"kind": "linear", "dtype": torch.bfloat16, "normalize": "none"},
+    {"kind": "delta", "decay": "heads", "state": True, "normalize_qk": True},
+    {"kind": "delta", "decay": "channels", "packed": True, "state": True},
+    {"kind": "delta", "packed": True, "dtype": torch.bfloat16},
+    {"kind": "delta", "batch": 1, "heads": (2, 2), "head_dim": 8},
+]
+_seen: set[str] = set()  # the first of each kind runs by NCCL too
+for _description in RECURRENCES:
+    _kind = _description["kind"]
+    _lengths: Any = TRIPLES if _kind == "linear" else recurrence_cases.SEQUENCES
+    if not _description.get("packed"):
+        _lengths = ((40, 40),) if _kind == "linear" else (40,)
+    _made = {"lengths": _lengths, **_description}
+
+    @case(f"recurrence {_description}", _made, cases=BOTH if _kind not in _seen else (CASES,))
+    def _recurrence(group: Any, made: dict[str, Any]) -> None:
+        recurrence_cases.compare(group, **made, device=DEVICE)
+
+    _seen.add(_kind)
+
+
+@case("recurrences of fewer rows than ranks")
+def _few_rows(group: Any) -> None:
+    for rows in (0, 1, 3):
+        options: Any = {"decay": "rows", "state": True}
+        recurrence_cases.compare(group, "linear", lengths=((rows, rows),), **options)
+        options = {"decay": "heads", "state": True}
+        recurrence_cases.compare(group, "delta", lengths=(rows,), **options)
+
+
+@case("states with units")
+def _favor(group: Any) -> None:
+    torch.manual_seed(1)
+    favor = feature_maps.Favor(8, 16).double()
+    query, key, value = 2 * torch.randn(3, 1, 2, 40, 8, dtype=torch.float64)
+    for causal in (True, False):
+        made = {"feature_map": favor, "causal": causal, "decay": -torch.rand(1, 2, 40).double() / 9}
+        _, before = saccade.linear_attention(query, key, value, return_state=True, **made)
+        assert before.log_scale is not None
+        for initial in (None, before):
+            options = {**made, "initial_state": initial, "return_state": True}
+            exact, last = saccade.linear_attention(query, key, value, **options)
+            assert last.log_scale is not None
+            plan = parallel.plan(masks.causal(), 40, group)
+            rows = [plan.shard(each, 2) for each in (query, key, value)]
+            options["decay"] = plan.shard(made["decay"], 2)
+            output, state = parallel.linear_attention(
+                rows[0], rows[1], rows[2], plan=plan, **options
+            )
+            torch.testing.assert_close(plan.unshard(output, 2), exact)
+            whole = [each.log_scale.exp()[..., None] * each.key_sum for each in (state, last)]
+            torch.testing.assert_close(*whole)
+
+
+@case("gradients of an initial state are a rank's own where they are not summed")
+def _own_gradients_of_state(group: Any) -> None:
+    rows = torch.randn(1, 2, 24, 8)
+    found = []
+    for reduce in (True, False):
+        plan = parallel.plan(masks.causal(), 24, group)
+        state = torch.randn(1, 2, 8, 8, generator=torch.Generator().manual_seed(0))
+        state.requires_grad_()
+        local, beta = plan.shard(rows, 2) / 4, plan.shard(torch.full((1, 2, 24), 0.5), 2)
+        parallel.gated_delta_rule(
+            local, local, local, beta, plan=plan, initial_state=state, reduce_gradients=reduce
+        ).sum().backward()
+        assert state.grad is not None
+        if not reduce:
+            dist.all_reduce(state.grad, group=group)
+        found.append(state.grad)
+    torch.testing.assert_close(*found)
+
+
+@case("recurrences that differ")
+def _recurrences_differ(group: Any) -> None:
+    rank = dist.get_rank(group)
+    plan = parallel.plan(masks.causal(), 24, group)
+
+    def called_with(delta: bool = False, more: int = 0, **options: Any) -> None:
+        rows = torch.zeros(1, 2, len(plan.rows) + more, 8)
+        if delta:
+            parallel.gated_delta_rule(rows, rows, rows, rows[..., 0], plan=plan, **options)
+        else:
+            parallel.linear_attention(rows, rows, rows, plan=plan, **options)
+
+    constant = torch.zeros(2)
+    state = torch.zeros(1, 2, 8, 8)
+    different: list[tuple[dict[str, Any], str]] = [
+        ({"decay": constant}, "whole on every rank: got decay (2,) on rank"),
+        ({"feature_map": "relu"}, "options: got "),
+        ({"delta": True, "initial_state": state}, "call: got linear_attention on rank"),
+        ({"return_state": True}, "options: got "),
+    ]
+    for options, text in different:
+        refused(ValueError, [text.split(" got ")[0], "rank 1"], lambda o=options: called_with(
+            **(o if rank == 1 else {})
+        ))  # fmt: skip
+    mine: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"more": 1}, ValueError, "query: got "),
+        ({"decay": torch.zeros(3)}, ValueError, "decay: got shape (3,)"),
+        ({"decay": 1.0}, TypeError, "decay: got float"),
+        ({"initial_state": state}, TypeError, "initial_state: got Tensor"),
+        (
+            {"initial_state": saccade.LinearState(state[:, :1], state[:, :1, :, 0])},
+            ValueError,
+            "initial_state.kv: got shape (1, 1, 8, 8)",
+        ),
+        ({"delta": True, "initial_state": torch.zeros(1, 2, 8, 9)}, ValueError, "initial_state: "),
+        ({"eps": -1.0}, ValueError, "eps: got -1"),
+    ]
+    for options, error, text in mine:
+        delta = {"delta": options.get("delta", False)}
+        texts = [text] if rank == 1 else ["another rank could not begin this call: rank 1", text]
+        kind: type[Exception] = error if rank == 1 else ValueError
+        refused(kind, texts, lambda o=options, d=delta: called_with(**(o if rank == 1 else d)))
+    refused(TypeError, ["unknown arguments ['key_lengths']"], lambda: called_with(key_lengths=1))
+    called_with()  # and go on
+    called_with(delta=True)
+
+
 # ---- by NCCL -------------------------------------------------------------------------------------
 
 FLASH: Any = {"dtype": torch.bfloat16, "head_dim": 128, "value_dim": 128}
@@ -294,8 +425,6 @@ for _name, _description in ON_GPUS.items():
 
 
 # ---- ranks that differ ---------------------------------------------------------------------------
-
-BOTH = (CASES, NCCL_CASES)
 
 
 def called(group: Any, rank: int, *, mask: Any = None, length: int = 24, **options: Any) -> None:

@@ -305,7 +305,8 @@ CHAPTERS = (
         "GeneralizedRandomFeatures", "RandomProjection", "ScaledMap",
     )),
     Chapter("Several GPUs", "saccade.parallel", (
-        "plan", "Plan", "attention", "attention_varlen", "Cost", "Machine",
+        "plan", "Plan", "attention", "attention_varlen", "linear_attention",
+        "linear_attention_varlen", "gated_delta_rule", "gated_delta_rule_varlen", "Cost", "Machine",
     )),
     *(
         Chapter(

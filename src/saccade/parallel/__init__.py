@@ -1,11 +1,25 @@
-"""Context parallelism: one attention call whose rows are dealt to ranks, planned from its mask.
+"""Context parallelism: one call whose rows are dealt to ranks, planned from its mask.
 
-`plan` deals rows so that all ranks have as much work; `attention` and `attention_varlen` take each
-rank's rows. `torch.distributed` is all that is needed.
+`plan` deals rows so that all ranks have as much work; `attention`, `linear_attention` and
+`gated_delta_rule`, and their `_varlen` forms, take each rank's rows. `torch.distributed` is all
+that is needed.
 """
 
 from saccade.parallel.calls import attention, attention_varlen
 from saccade.parallel.costs import Cost, Machine
+from saccade.parallel.delta import gated_delta_rule, gated_delta_rule_varlen
+from saccade.parallel.linear import linear_attention, linear_attention_varlen
 from saccade.parallel.planner import Plan, plan
 
-__all__ = ["Cost", "Machine", "Plan", "attention", "attention_varlen", "plan"]
+__all__ = [
+    "Cost",
+    "Machine",
+    "Plan",
+    "attention",
+    "attention_varlen",
+    "gated_delta_rule",
+    "gated_delta_rule_varlen",
+    "linear_attention",
+    "linear_attention_varlen",
+    "plan",
+]

@@ -45,6 +45,29 @@ def described(key: str, captured: Captured, contents: bool) -> str:
     return " ".join([written(key, captured) or "none", *tensors])
 
 
+def checked_plan(plan: Any) -> None:
+    """Refuse what is no plan, or one of simulated ranks, which cannot send."""
+    from saccade.parallel.planner import Plan
+
+    if not isinstance(plan, Plan):
+        raise TypeError(f"plan: got {type(plan).__name__}, takes a saccade.parallel.Plan")
+    if plan.ranks > 1 and plan.group is None:
+        raise ValueError(
+            f"plan: got one of {plan.ranks} simulated ranks, takes one of a process group"
+        )
+
+
+def dealt_facts(plan: Any) -> dict[str, str]:
+    """How many rows there are and where they lie, in words."""
+    known = plan.memory.get("dealt facts")
+    if known is None:
+        offsets = "" if plan.cu_seqlens is None else f" in sequences {digest_of(plan.cu_seqlens)}"
+        dealt = digest_of(torch.cat([plan.dealt.edges, plan.dealt.owners]))
+        known = {"length": f"{plan.length}{offsets}", "rows dealt": dealt}
+        plan.memory["dealt facts"] = known
+    return known
+
+
 def agree(
     plan: Any, facts: Mapping[str, str], fault: BaseException | None, device: torch.device
 ) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 from saccade.modifiers.expression import Captured
 from saccade.modifiers.modifier import Extents, expanded, misfit
 from saccade.parallel import gather, ring, ulysses
-from saccade.parallel.agreement import agree, begin, described, digest_of
+from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, described
 from saccade.parallel.exchange import summed
 from saccade.parallel.local import LocalCall, Options
 from saccade.parallel.planner import Plan
@@ -197,12 +197,7 @@ def _called(
     score: AnyScore, options: Options, flags: _Flags, unknown: Mapping[str, Any],
 ) -> Any:  # fmt: skip
     """Check a call, compare it among ranks, and compute it."""
-    if not isinstance(plan, Plan):
-        raise TypeError(f"plan: got {type(plan).__name__}, takes a saccade.parallel.Plan")
-    if plan.ranks > 1 and plan.group is None:
-        raise ValueError(
-            f"plan: got one of {plan.ranks} simulated ranks, takes one of a process group"
-        )
+    checked_plan(plan)
     fault, call, facts = None, None, {}
     try:
         if unknown:
@@ -336,14 +331,11 @@ def _facts(
     """What must be equal on all ranks, in words."""
     known = plan.memory.get("facts")
     if known is None:
-        dealt = digest_of(torch.cat([plan.dealt.edges, plan.dealt.owners]))
-        offsets = "" if plan.cu_seqlens is None else f" in sequences {digest_of(plan.cu_seqlens)}"
         known = plan.memory["facts"] = {
             "mask": described(plan.mask.key, plan.mask.captured, contents=True),
-            "length": f"{plan.length}{offsets}",
             "method": plan.method,
             "sizes": str(tuple(plan.sizes[:5])),
-            "rows dealt": dealt,
+            **dealt_facts(plan),
         }
     return known | {
         "dtype": str(query.dtype),

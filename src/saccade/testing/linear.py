@@ -216,9 +216,13 @@ def assert_linear_exact(case: LinearCase, implementation: str, **more: Any) -> N
         >>> case = saccade.testing.make_linear_case(lengths=((7, 7),))
         >>> saccade.testing.assert_linear_exact(case, "cpu")
     """
-    exact, got = linear_oracle(case), case.run(implementation, **more)
-    allowed = bounds(exact, case.run_plain(), _spread(case), case.description.dtype)
-    assert_within(got, exact, allowed, str(case.description))
+    assert_within(case.run(implementation, **more), *expected(case), str(case.description))
+
+
+def expected(case: LinearCase) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The exact results of a case, and the error that is allowed to each of their numbers."""
+    exact = linear_oracle(case)
+    return exact, bounds(exact, case.run_plain(), _spread(case), case.description.dtype)
 
 
 class _Units(NamedTuple):

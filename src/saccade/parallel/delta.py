@@ -1,0 +1,320 @@
+"""The gated delta rule over ranks: each computes its rows, and states alone go between them.
+
+A piece of rows maps the state before it to the one after it, by a matrix and a sum: each token
+fades the state and takes from it what it says of the token's key. The rule itself computes both:
+the sum as the state after a piece that starts from zeros, the matrix as what becomes of the unit
+matrix where all values are 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from saccade.ops.delta_rule.api import (
+    DeltaOptions,
+)
+from saccade.ops.delta_rule.api import (
+    gated_delta_rule as one_rule,
+)
+from saccade.ops.delta_rule.api import (
+    gated_delta_rule_varlen as one_varlen,
+)
+from saccade.parallel.planner import Plan
+from saccade.parallel.recurrence import (
+    Piece,
+    Route,
+    Rows,
+    agreed,
+    check_rows,
+    check_tensors,
+    offsets_of,
+    route_of,
+    sizes_of,
+    spread,
+    summed_together,
+    tied,
+    wanted_gradients,
+)
+from saccade.runtime.arguments import check_flag
+
+TAKEN = {*DeltaOptions.__annotations__, "return_state", "reduce_gradients"}
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, plan: Plan, **options: Any
+) -> Any:
+    """`saccade.gated_delta_rule` of a sequence whose rows are dealt to ranks: a collective.
+
+    Every rank of the plan's group calls it with its own rows (`Plan.shard`). Each rank finds what
+    its rows do to a state, all exchange that, and each computes its rows from the state before
+    them. Of the plan the rows count; its mask, method and sizes are those of attention layers.
+
+    Args:
+        query, key: [batch, key_heads, rows of this rank, head_dim].
+        value: [batch, value_heads, rows of this rank, value_dim].
+        beta: [batch, value_heads, rows of this rank].
+        plan: of `plan`; its rows that follow one another on a rank are computed together, so the
+            fewer chunks the better.
+        options: those of `saccade.gated_delta_rule`. decay is that of this rank's rows;
+            initial_state is whole on every rank, and so is the last state that `return_state`
+            asks for. reduce_gradients: whether gradients of initial_state are summed over ranks.
+
+    Returns:
+        output [batch, value_heads, rows of this rank, value_dim]; with `return_state` also the last
+        state. Gradients are those of the sum of all ranks' losses.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError: as `saccade.gated_delta_rule`, on every rank;
+            where ranks differ, naming the difference.
+        RuntimeError: where messages fail or time out, saying where each rank was last.
+
+    Source: Yang et al. 2024 (Parallelizing Linear Transformers with the Delta Rule), section 3, for
+    the matrix of several tokens.
+
+    Examples:
+        >>> plan = saccade.parallel.plan(masks.causal(), 64, 1)
+        >>> query, key, value = torch.randn(3, 1, 4, 64, 16) / 4
+        >>> rows = query, key, value, torch.rand(1, 4, 64)
+        >>> output = saccade.parallel.gated_delta_rule(*rows, plan=plan)
+        >>> torch.testing.assert_close(output, saccade.gated_delta_rule(*rows))
+    """
+    return _called("gated_delta_rule", (query, key, value, beta), plan, Rows(False), options)
+
+
+def gated_delta_rule_varlen(
+    query: Tensor, key: Tensor, value: Tensor, beta: Tensor, *, plan: Plan, **options: Any
+) -> Any:
+    """`saccade.gated_delta_rule_varlen` of sequences whose rows are dealt to ranks: a collective.
+
+    Args:
+        query, key: [rows of this rank, key_heads, head_dim].
+        value: [rows of this rank, value_heads, value_dim].
+        beta: [rows of this rank, value_heads].
+        plan: made from the offsets of the sequences.
+        options: as in `gated_delta_rule`; states have one entry for each sequence.
+
+    Returns:
+        output [rows of this rank, value_heads, value_dim]; with `return_state` also the last
+        states.
+
+    Raises:
+        TypeError, ValueError, NotImplementedError, RuntimeError: as `gated_delta_rule`.
+
+    Examples:
+        >>> offsets = torch.tensor([0, 5, 12], dtype=torch.int32)
+        >>> plan = saccade.parallel.plan(None, offsets, 1, causal=True)
+        >>> query, key, value = torch.randn(3, 12, 4, 16)
+        >>> beta = torch.rand(12, 4)
+        >>> saccade.parallel.gated_delta_rule_varlen(query, key, value, beta, plan=plan).shape
+        torch.Size([12, 4, 16])
+    """
+    return _called("gated_delta_rule_varlen", (query, key, value, beta), plan, Rows(True), options)
+
+
+class _Call(NamedTuple):
+    """A checked call, and what its pieces do to a state."""
+
+    tensors: tuple[Tensor, ...]  # query, key, value, beta
+    decay: Tensor | None
+    initial: Tensor | None
+    options: dict[str, Any]  # of all calls of a piece
+    transitions: _Transitions
+
+
+class _Transitions(NamedTuple):
+    """What pieces do to a state: matrix · state + added.
+
+    Each is [pieces, batch, heads, ...]; of packed pieces the batch is 1.
+    """
+
+    added: Tensor
+    matrix: Tensor
+
+    def flat(self) -> Tensor:
+        """[pieces, numbers]."""
+        return torch.cat([each.flatten(1) for each in self], 1)
+
+    def unflat(self, rows: Tensor) -> _Transitions:
+        """Transitions with these shapes, of [pieces, numbers]."""
+        size = self.added.shape[1:].numel()
+        added, matrix = rows.split([size, rows.shape[1] - size], 1)
+        return _Transitions(
+            added.unflatten(1, self.added.shape[1:]), matrix.unflatten(1, self.matrix.shape[1:])
+        )
+
+
+def _called(
+    name: str, tensors: tuple[Tensor, ...], plan: Plan, rows: Rows, options: dict[str, Any]
+) -> Any:
+    unknown = set(options) - TAKEN
+    if unknown:
+        raise TypeError(f"{name}: got the unknown arguments {sorted(unknown)}")
+    given = dict(options)
+    return_state = given.pop("return_state", False)
+
+    def prepare() -> tuple[_Call, dict[str, str]]:
+        check_flag("return_state", return_state)
+        return _prepared(tensors, plan, rows, given, return_state)
+
+    call: _Call = agreed(name, plan, tensors[0], prepare)
+    route = route_of(plan, every=return_state)
+    arrived = spread(plan, call.transitions.flat(), route.counts)
+    transitions = call.transitions.unflat(arrived)
+    states = [
+        _after(transitions, before, _entry(call.initial, piece.sequence, rows))
+        for piece, before in zip(route.own, route.before, strict=True)
+    ]
+    output = tied(_outputs(call, route, states, rows), arrived)
+    if not return_state:
+        return output
+    last = [
+        _after(transitions, places, _entry(call.initial, sequence, rows))
+        for sequence, places in enumerate(route.all_of)
+    ]
+    found = _stacked(last, call.transitions) if rows.packed else last[0]
+    return output, call.transitions.added.new_zeros(
+        _states_shape(call, route)
+    ) if found is None else found
+
+
+def _states_shape(call: _Call, route: Route) -> tuple[int, ...]:
+    """Of the last states, where no sequence has rows nor a state before."""
+    batch, *rest = call.transitions.added.shape[1:]
+    return (max(batch, len(route.all_of)), *rest)
+
+
+def _prepared(
+    tensors: tuple[Tensor, ...], plan: Plan, rows: Rows, options: dict[str, Any],
+    return_state: bool,
+) -> tuple[_Call, dict[str, str]]:  # fmt: skip
+    """Check a call by computing what this rank's pieces do to a state."""
+    decay, initial = options.pop("decay", None), options.pop("initial_state", None)
+    reduce = options.pop("reduce_gradients", True)
+    check_flag("reduce_gradients", reduce)
+    named = dict(zip(("query", "key", "value", "beta"), tensors, strict=True)) | {"decay": decay}
+    check_rows(plan, named, rows)
+    whole: dict[str, Tensor | None] = {"initial_state": initial}
+    check_tensors(whole)
+    facts = {
+        "sizes": sizes_of(named, rows),
+        "device": tensors[0].device.type,
+        "initial_state": "none" if initial is None else str(tuple(initial.shape)),
+        "gradients of": wanted_gradients({**named, **whole}),
+        "options": str({**options, "return_state": return_state, "reduce_gradients": reduce}),
+    }
+    if reduce:
+        whole = summed_together(plan, whole)
+    initial = whole["initial_state"]
+    route = route_of(plan, every=return_state)
+    if initial is not None:
+        _check_initial(tensors, decay, initial, plan, rows, options)
+    found = _transitions(tensors, decay, route, rows, options)
+    found = found._replace(added=tied(found.added, *named.values(), initial))  # see `tied`
+    return _Call(tensors, decay, initial, options, found), facts
+
+
+def _check_initial(
+    tensors: tuple[Tensor, ...], decay: Tensor | None, initial: Tensor, plan: Plan, rows: Rows,
+    options: dict[str, Any],
+) -> None:  # fmt: skip
+    """Refuse a state that does not fit, by a call of no rows."""
+    nothing = [each.narrow(rows.dim, 0, 0) for each in tensors]
+    offsets = []
+    if plan.cu_seqlens is not None:
+        offsets = [torch.zeros_like(plan.cu_seqlens, device=nothing[0].device)]
+    none = None if decay is None else decay.narrow(rows.dim, 0, 0)
+    call: Any = one_varlen if rows.packed else one_rule
+    call(*nothing, *offsets, decay=none, initial_state=initial, **options)
+
+
+def _transitions(
+    tensors: tuple[Tensor, ...], decay: Tensor | None, route: Route, rows: Rows,
+    options: dict[str, Any],
+) -> _Transitions:  # fmt: skip
+    """What the pieces that this rank sends do to a state; the first call checks all arguments."""
+    sent = [route.own[number] for number in route.sent]
+    added, matrices = [], []
+    for pieces in [sent] if rows.packed else [[piece] for piece in sent] or [[]]:
+        query, key, value, beta = (_rows_of(each, pieces, rows) for each in tensors)
+        here = None if decay is None else _rows_of(decay, pieces, rows)
+        state = _one_call((query, key, value, beta), here, pieces, rows, None, options)[1]
+        size = key.shape[-1]
+        unit = torch.eye(size, dtype=state.dtype, device=state.device)
+        unit = unit.expand(*state.shape[:2], size, size)
+        zeros = value.new_zeros(()).expand(*value.shape[:-1], size)
+        still = key.detach(), key, zeros, beta  # the outputs of this call are not used
+        matrices.append(_one_call(still, here, pieces, rows, unit, options)[1])
+        added.append(state)
+    found = []
+    for parts in (added, matrices):
+        stacked = parts[0].unsqueeze(1) if rows.packed else torch.stack(parts)
+        found.append(stacked[: len(sent)])
+    return _Transitions(*found)
+
+
+def _rows_of(tensor: Tensor, pieces: list[Piece], rows: Rows) -> Tensor:
+    """The rows of some pieces; none of no pieces."""
+    return rows.of_pieces(tensor, pieces) if pieces else tensor.narrow(rows.dim, 0, 0)
+
+
+def _one_call(
+    tensors: tuple[Tensor, ...], decay: Tensor | None, pieces: list[Piece], rows: Rows,
+    initial: Tensor | None, options: dict[str, Any],
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and last state of some pieces, by the public call."""
+    common: dict[str, Any] = {
+        **options, "decay": decay, "initial_state": initial, "return_state": True,
+    }  # fmt: skip
+    query, key, value, beta = tensors
+    if not rows.packed:
+        return one_rule(query, key, value, beta, **common)
+    offsets = offsets_of(pieces, query.device)
+    if not pieces:  # one sequence of no rows
+        offsets = torch.zeros(2, dtype=torch.int32, device=query.device)
+    return one_varlen(query, key, value, beta, offsets, **common)
+
+
+def _after(arrived: _Transitions, places: list[int], initial: Tensor | None) -> Tensor | None:
+    """[batch, heads, head_dim, value_dim]: a state after some pieces, one after another."""
+    state = initial
+    for place in places:
+        added = arrived.added[place]
+        state = added if state is None else arrived.matrix[place] @ state.to(added.dtype) + added
+    return state
+
+
+def _entry(state: Tensor | None, sequence: int, rows: Rows) -> Tensor | None:
+    """The initial state of one sequence, in the shape of a batch."""
+    return state if state is None or not rows.packed else state[sequence : sequence + 1]
+
+
+def _outputs(call: _Call, route: Route, states: list[Tensor | None], rows: Rows) -> Tensor:
+    """The rows of this rank."""
+    if rows.packed:
+        initial = _stacked(states, call.transitions)
+        return _one_call(call.tensors, call.decay, route.own, rows, initial, call.options)[0]
+    outputs = []
+    for piece, state in zip(route.own, states, strict=True):
+        query, key, value, beta = (rows.of(each, piece) for each in call.tensors)
+        here = None if call.decay is None else rows.of(call.decay, piece)
+        there = query, key, value, beta
+        outputs.append(_one_call(there, here, [piece], rows, state, call.options)[0])
+    if len(outputs) > 1:
+        return torch.cat(outputs, 2)
+    if outputs:
+        return outputs[0]
+    return _one_call(call.tensors, call.decay, [], rows, None, call.options)[0]
+
+
+def _stacked(states: list[Tensor | None], like: _Transitions) -> Tensor | None:
+    """States of packed pieces; zeros for pieces that start from nothing; None if all do."""
+    if all(state is None for state in states):
+        return None
+    nothing = like.added.new_zeros(like.added.shape[1:])
+    return torch.cat([nothing if each is None else each.to(nothing.dtype) for each in states])
+
+
+__all__ = ["gated_delta_rule", "gated_delta_rule_varlen"]

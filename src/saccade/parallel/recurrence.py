@@ -1,0 +1,306 @@
+"""Recurrences over ranks: what linear attention and the gated delta rule share.
+
+The rows of a rank are a few pieces of sequences, each of rows that follow one another. Three phases
+compute them: each rank finds what its pieces do to a state (`transitions`), all ranks exchange that
+in one message, and each piece is computed from the state before it, which is the transitions of the
+pieces before one after another. The message is as long as a state, whatever the length.
+
+Gradients go the same ways back. The loss is the sum of what ranks compute from their results, so
+gradients of what every rank has are summed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, reporting
+from saccade.parallel.exchange import Counts, Message
+from saccade.parallel.planner import Plan
+from saccade.runtime import shards
+from saccade.runtime.spec import accumulate_dtype
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+class Piece(NamedTuple):
+    """Rows of one sequence that follow one another and lie on one rank.
+
+    Attributes:
+        sequence: which of those laid end to end; 0 where there is one.
+        first, end: rows of the whole.
+        rank: where they lie.
+        place: the first row among the rank's.
+    """
+
+    sequence: int
+    first: int
+    end: int
+    rank: int
+    place: int
+
+    @property
+    def size(self) -> int:
+        """How many rows."""
+        return self.end - self.first
+
+
+def pieces_of(plan: Plan) -> list[Piece]:
+    """The pieces of all ranks, in the order of rows."""
+    known = plan.memory.get("pieces")
+    if known is None:
+        known = plan.memory["pieces"] = _pieces(plan)
+    return known
+
+
+def _pieces(plan: Plan) -> list[Piece]:
+    offsets = plan.cu_seqlens
+    found = []
+    for rank in range(plan.ranks):
+        rows = plan.rows_of(rank)
+        if not len(rows):
+            continue
+        sequence = torch.zeros_like(rows)
+        if offsets is not None:
+            sequence = torch.searchsorted(offsets[1:].long(), rows, right=True)
+        new = (rows.diff() != 1) | (sequence.diff() != 0)
+        places = torch.cat([torch.zeros(1, dtype=torch.int64), new.nonzero().flatten() + 1])
+        ends = torch.cat([places[1:], torch.tensor([len(rows)])])
+        firsts = rows[places].tolist(), rows[ends - 1].tolist(), sequence[places].tolist()
+        for place, first, last, number in zip(places.tolist(), *firsts, strict=True):
+            found.append(Piece(number, first, last + 1, rank, place))
+    return sorted(found, key=lambda piece: piece.first)
+
+
+class Route(NamedTuple):
+    """Which pieces' transitions are exchanged, and whose each piece of this rank takes.
+
+    Attributes:
+        own: this rank's pieces.
+        sent: those of them whose transitions others need, by their place in `own`.
+        counts: how many transitions each rank sends.
+        before: for each own piece, the places of transitions before it among all that come.
+        all_of: for each sequence, those of all its pieces; where all are sent.
+    """
+
+    own: list[Piece]
+    sent: list[int]
+    counts: list[int]
+    before: list[list[int]]
+    all_of: list[list[int]]
+
+
+def route_of(plan: Plan, every: bool) -> Route:
+    """The route of a plan.
+
+    every: whether all transitions are sent, as for the last state, or only those that another piece
+        of the sequence follows.
+    """
+    known = plan.memory.get(("route", every))
+    if known is not None:
+        return known
+    pieces = pieces_of(plan)
+    followed = [one.sequence == other.sequence for one, other in itertools.pairwise(pieces)]
+    wanted = [every or follows for follows in [*followed, False]][: len(pieces)]
+    by_rank = sorted(range(len(pieces)), key=lambda number: pieces[number].rank)
+    place_of: dict[int, int] = {}
+    for number in by_rank:
+        if wanted[number]:
+            place_of[number] = len(place_of)
+    counts = [0] * plan.ranks
+    for number in place_of:
+        counts[pieces[number].rank] += 1
+    sequences = 1 if plan.cu_seqlens is None else len(plan.cu_seqlens) - 1
+    all_of: list[list[int]] = [[] for _ in range(sequences)]
+    own, sent, before = [], [], []
+    for number, piece in enumerate(pieces):
+        if piece.rank == plan.rank:
+            before.append(list(all_of[piece.sequence]))
+            if wanted[number]:
+                sent.append(len(own))
+            own.append(piece)
+        if wanted[number]:
+            all_of[piece.sequence].append(place_of[number])
+    plan.memory["route", every] = found = Route(own, sent, counts, before, all_of)
+    return found
+
+
+# ---- messages ------------------------------------------------------------------------------------
+
+
+class _Spread(torch.autograd.Function):
+    """Rows of all ranks, those of rank 0 first; gradients are summed over ranks, in their order."""
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, rows: Tensor, counts: list[int]) -> Tensor:
+        ctx.plan, ctx.counts = plan, counts
+        ctx.message = Counts([len(rows)] * plan.ranks, counts)
+        sent = rows.repeat(plan.ranks, 1)
+        return Message(plan, sent, ctx.message, "transitions of states").wait()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        what = "gradients of transitions of states"
+        found = Message(ctx.plan, grad, ctx.message.back, what).wait()
+        return None, found.unflatten(0, (ctx.plan.ranks, -1)).sum(0), None
+
+
+class _SummedTogether(torch.autograd.Function):
+    """Tensors that every rank has; their gradients are summed over ranks, in 32 bits.
+
+    One node of the graph, so that ranks cannot enter the sums in another order.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, plan: Plan, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.plan = plan
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        dtypes = [grad.dtype for grad in grads]
+        wide = max(map(accumulate_dtype, dtypes), key=lambda dtype: dtype.itemsize)
+        total = torch.cat([grad.flatten().to(wide) for grad in grads])
+        with reporting(ctx.plan, "gradients of what every rank has"):
+            dist.all_reduce(total, group=ctx.plan.group)
+        parts = total.split([grad.numel() for grad in grads])
+        found = [part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True)]
+        return None, *found
+
+
+def summed_together(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
+    """Tensors that every rank has, whose gradients are summed over ranks."""
+    found = dict(tensors)
+    names = [name for name, each in tensors.items() if each is not None and each.requires_grad]
+    if plan.ranks > 1 and names and torch.is_grad_enabled():
+        together: Any = _SummedTogether.apply(plan, *(tensors[name] for name in names))
+        found |= dict(zip(names, together, strict=True))
+    return found
+
+
+def spread(plan: Plan, rows: Tensor, counts: list[int]) -> Tensor:
+    """The rows of all ranks, [sum of counts, numbers]; nothing is sent where there are none."""
+    if plan.ranks == 1 or not sum(counts):
+        return rows
+    found: Any = _Spread.apply(plan, rows, counts)
+    return found
+
+
+def tied(tensor: Tensor, *others: Tensor | None) -> Tensor:
+    """A tensor whose gradients pass by some others, with 0 for them.
+
+    So every rank comes to a message of the backward pass, whether its rows need what came or not.
+    """
+    for other in others:
+        if other is not None and other.requires_grad:
+            tensor = tensor + other.flatten()[:0].sum().to(tensor.dtype)
+    return tensor
+
+
+# ---- a call --------------------------------------------------------------------------------------
+
+
+class Rows(NamedTuple):
+    """How the tensors of a call have rows: packed, the first dimension, else the third."""
+
+    packed: bool
+
+    @property
+    def dim(self) -> int:
+        """The dimension of rows."""
+        return 0 if self.packed else 2
+
+    def of(self, tensor: Tensor, piece: Piece) -> Tensor:
+        """The rows of a piece."""
+        return tensor.narrow(self.dim, piece.place, piece.size)
+
+    def of_pieces(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The rows of several pieces, end to end; the tensor itself where they are all."""
+        if sum(piece.size for piece in pieces) == tensor.shape[self.dim]:
+            return tensor
+        if not pieces:
+            return tensor.narrow(self.dim, 0, 0)
+        return torch.cat([self.of(tensor, piece) for piece in pieces], self.dim)
+
+
+def offsets_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
+    """The offsets of pieces laid end to end."""
+    sizes = torch.tensor([0, *(piece.size for piece in pieces)])
+    return sizes.cumsum(0).to(device, torch.int32)
+
+
+def check_tensors(tensors: Mapping[str, Any]) -> None:
+    """Refuse what is no tensor of one process."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{name}: got {type(tensor).__name__}, takes a tensor")
+        if shards.any_sharded(tensor):
+            raise NotImplementedError(
+                f"{name}: got a DTensor, takes a tensor of this rank: {name}.to_local()"
+            )
+
+
+def check_rows(plan: Plan, tensors: Mapping[str, Tensor | None], rows: Rows) -> None:
+    """Refuse tensors that are not this rank's rows."""
+    check_tensors(tensors)
+    if rows.packed != (plan.cu_seqlens is not None):
+        got, takes = ("a length", "offsets") if rows.packed else ("offsets", "a length")
+        raise ValueError(f"plan: got one of {got}, takes one of {takes}")
+    for name, tensor in tensors.items():
+        if (
+            tensor is not None
+            and tensor.dim() > rows.dim
+            and tensor.shape[rows.dim] != len(plan.rows)
+        ):
+            raise ValueError(
+                f"{name}: got {tensor.shape[rows.dim]} rows on rank {plan.rank}, takes the plan's "
+                f"{len(plan.rows)}"
+            )
+
+
+def agreed(
+    name: str, plan: Plan, first: Any, prepare: Callable[[], tuple[Any, dict[str, str]]]
+) -> Any:
+    """What `prepare` gives, once all ranks have found that their calls fit together.
+
+    first: the call's first tensor, whose device says where ranks compare.
+    """
+    checked_plan(plan)
+    fault, found, facts = None, None, {}
+    try:
+        found, facts = prepare()
+    except (TypeError, ValueError, NotImplementedError) as error:
+        fault = error  # others learn of it before they wait for this rank
+    if plan.ranks > 1:
+        begin(plan, name)
+        where = first.device if isinstance(first, Tensor) else torch.device("cpu")
+        agree(plan, {"call": name, **dealt_facts(plan), **facts}, fault, where)
+    if fault is not None:
+        raise fault
+    return found
+
+
+def wanted_gradients(tensors: Mapping[str, Tensor | None]) -> str:
+    """The names of tensors whose gradients are wanted."""
+    if not torch.is_grad_enabled():
+        return "nothing"
+    names = [name for name, each in tensors.items() if each is not None and each.requires_grad]
+    return ", ".join(names) or "nothing"
+
+
+def sizes_of(tensors: Mapping[str, Tensor | None], rows: Rows) -> str:
+    """Shapes but for rows, in words that are equal on all ranks."""
+    parts = []
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            shape = [size for dim, size in enumerate(tensor.shape) if dim != rows.dim]
+            parts.append(f"{name} {shape} {tensor.dtype}")
+    return ", ".join(parts)
