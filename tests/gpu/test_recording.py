@@ -21,12 +21,17 @@ from saccade.gpu.launcher import Launch
 from saccade.gpu.recording import RecordedPass
 from saccade.ops.attention.hopper import host as hopper_host
 from saccade.ops.attention.triton import host as triton_host
+from saccade.ops.delta_rule.triton import host as delta_host
+from saccade.ops.linear_attention.hopper import host as linear_hopper
+from saccade.ops.linear_attention.triton import host as linear_triton
+from saccade.ops.paged_attention.triton import host as paged_host
 from saccade.runtime import call_cache
 
-CPU = torch.device("cpu")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is pretended")
 
 Started = list[tuple[Any, ...]]
+STARTED: Started = []
+BETWEEN_PASSES = ()
 
 
 class Noting(machine_code.Variant):
@@ -52,7 +57,8 @@ class Noting(machine_code.Variant):
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     """What kernels were started with."""
-    found: Started = []
+    found = STARTED
+    found.clear()
     variants: dict[Any, Noting] = {}
 
     def variant(kernel: Any, arguments: Any, options: Any, device: int) -> Noting:
@@ -61,10 +67,15 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
     for module, memories in (
         (triton_host, ("_forwards", "_lengths", "_specs", "_launches")),
         (hopper_host, ("_forwards", "_lengths", "_kinds", "_backwards")),
+        (paged_host, ("_forwards",)),
+        (linear_triton, ("_call_specs", "_backwards")),
+        (linear_hopper, ("_backwards",)),
+        (delta_host, ("_call_specs",)),
         (call_cache, ("_calls", "_layouts")),
     ):
         for memory in memories:
             monkeypatch.setattr(module, memory, {})
+    monkeypatch.setattr(delta_host, "current_device", lambda tensor: 0)
     with host_times.pretended():
         monkeypatch.setattr(machine_code, "variant", variant)
         monkeypatch.setattr(driver, "tensor_map", lambda kind, at, *_: struct.pack("Q120x", at))
@@ -73,15 +84,24 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
 
 def told_apart(started: Started, tensors: list[Tensor]) -> list[Any]:
     """What was started, with the number of a tensor for its address; what is none of these has
-    the number that it is met in."""
-    names: dict[int, Any] = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
-    return [
-        tuple(
-            names.setdefault(value[1], f"own {len(names)}") if isinstance(value, tuple) else value
-            for value in one
+    the number that it is met in, in its pass."""
+    numbers: dict[int, Any] = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
+    names, found = dict(numbers), []
+    for one in started:
+        if one == BETWEEN_PASSES:
+            names = dict(numbers)
+        found.append(
+            tuple(
+                names.setdefault(value[1], f"own {len(names)}") if type(value) is tuple else value
+                for value in one
+            )
         )
-        for one in started
-    ]
+    return found
+
+
+def gradients(*given: Any) -> tuple[Tensor, ...]:
+    STARTED.append(BETWEEN_PASSES)
+    return torch.autograd.grad(*given)
 
 
 Call = Callable[[], tuple[list[Tensor], list[Tensor]]]
@@ -96,7 +116,7 @@ def dense(dim: int, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
     given = [rows(1, heads, 517, dim) for heads in (8, 2, 2)]
     output = saccade.attention(*given, **options)
     grad = torch.zeros_like(output)
-    return [*given, grad], [output, *torch.autograd.grad(output, given, grad)]
+    return [*given, grad], [output, *gradients(output, given, grad)]
 
 
 def varlen() -> tuple[list[Tensor], list[Tensor]]:
@@ -105,7 +125,34 @@ def varlen() -> tuple[list[Tensor], list[Tensor]]:
     query, key, value = given
     output = saccade.attention_varlen(query, key, value, offsets, causal=True)
     grad = torch.zeros_like(output)
-    return [*given, offsets, grad], [output, *torch.autograd.grad(output, given, grad)]
+    return [*given, offsets, grad], [output, *gradients(output, given, grad)]
+
+
+def decode() -> tuple[list[Tensor], list[Tensor]]:
+    query, *pages = (rows(*shape) for shape in ((2, 8, 1, 64), (9, 2, 16, 64), (9, 2, 16, 64)))
+    table = torch.zeros(2, 8, dtype=torch.int32)
+    lengths = torch.tensor([100, 20], dtype=torch.int32)
+    with torch.no_grad():
+        output, lse = saccade.attention_paged(
+            query, pages[0], pages[1], table, lengths, return_lse=True
+        )
+    return [query, *pages, table, lengths], [output, lse]
+
+
+def linear(heads: int, length: int, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+    given = [rows(1, heads, length, 64) for _ in range(3)]
+    output, state = saccade.linear_attention(*given, return_state=True, **options)
+    grads = tuple(map(torch.zeros_like, (output, state.kv, state.key_sum)))
+    found = gradients((output, state.kv, state.key_sum), given, grads)
+    return [*given, *grads], [output, state.kv, state.key_sum, *found]
+
+
+def delta() -> tuple[list[Tensor], list[Tensor]]:
+    query, key, value, beta = (rows(1, 2, 133, 64) for _ in range(4))
+    given = [query, key, value, beta[..., 0].detach().contiguous()]
+    with torch.no_grad():
+        output, state = saccade.gated_delta_rule(*given, return_state=True)
+    return given, [output, state]
 
 
 CALLS: dict[str, Call] = {
@@ -113,43 +160,48 @@ CALLS: dict[str, Call] = {
     "by Triton": lambda: dense(64, mask=masks.window(9), implementation="triton"),
     "two passes": lambda: dense(256, causal=True, deterministic=True),
     "varlen": varlen,
+    "decode": decode,
+    "linear": lambda: linear(4, 129, causal=True),
+    "linear in segments": lambda: linear(2, 2049, causal=True, normalize="none"),
+    "linear by Triton": lambda: linear(2, 2049, implementation="triton"),
+    "delta rule": delta,
 }
 
 
 @pytest.mark.parametrize("name", list(CALLS))
-def test_what_is_done_again_is_what_was_done(started: Started, name: str) -> None:
+def test_what_is_done_again_is_what_was_done(
+    started: Started, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     found, kept = [], []
-    for _ in range(4):
+    for number in range(4):
         begin = len(started)
+        if number == 2:
+            monkeypatch.setattr(Launch, "__call__", None)  # who goes step by step fails
         tensors, results = CALLS[name]()
         kept += tensors, results  # so that every call has addresses of its own
         found.append(told_apart(started[begin:], [*tensors, *results]))
-    assert found[0] and found[1:] == found[:1] * 3
-
-
-def test_a_recording_is_what_later_calls_are_made_by(
-    started: Started, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for _ in range(2):
-        CALLS["causal"]()
-    monkeypatch.setattr(Launch, "__call__", None)  # who goes step by step fails
-    before = len(started)
-    CALLS["causal"]()
-    assert len(started) > before + 4
+    # Nothing of the second call, which is recorded, lies where something else lay before.
+    assert len(found[0]) > 1 and found[2:] == found[1:2] * 2
+    assert len(found[0]) == len(found[1])
 
 
 def test_pieces_of_a_block_do_not_overlap(started: Started) -> None:
     def run() -> tuple[Tensor, ...]:
         result, *own = (torch.empty(size, dtype=torch.uint8) for size in (64, 700, 16, 1))
-        tensors = [result, *own, own[0][512:]]
-        kernel(tensors)
+        zeros = [torch.zeros(size, dtype=torch.uint8) for size in (600, 8)]
+        kernel([result, *own, own[0][512:], *zeros])
         return (result,)
 
-    done, kernel = RecordedPass(CPU, 0), noted_kernel()
+    done, kernel = RecordedPass(torch.zeros(1)), noted_kernel()
     kept = [done((), run) for _ in range(3)]
-    first, *own, inner = (value[1] for value in started[-1][2:] if isinstance(value, tuple))
+    first, *own, inner, zeros, more_zeros = (
+        value[1] for value in started[-1][2:] if isinstance(value, tuple)
+    )
     assert first == kept[-1][0].data_ptr()
     assert [own[1] - own[0], own[2] - own[0], inner - own[0]] == [1024, 1536, 512]
+    assert more_zeros - zeros == 1024
+    _, block_of_zeros = done.again.blocks  # type: ignore[attr-defined]
+    assert not block_of_zeros().any()
 
 
 def noted_kernel() -> Callable[[list[Tensor]], None]:
@@ -180,7 +232,7 @@ def test_a_pass_that_does_more_is_not_recorded(started: Started, spoiler: str | 
         runs.append(given)
         return (SPOILERS[spoiler](given, result) if spoiler else result,)
 
-    done = RecordedPass(CPU, 0)
+    done = RecordedPass(torch.zeros(1))
     for number in range(4):
         given = torch.zeros(32)
         done((given,), lambda given=given: run(given))
@@ -209,7 +261,7 @@ def test_tensors_that_do_not_fit_go_step_by_step(
         ]
         return len(runs) == before
 
-    done, both = RecordedPass(CPU, 0), [torch.zeros(32) for _ in range(2)]
+    done, both = RecordedPass(torch.zeros(1)), [torch.zeros(32) for _ in range(2)]
     assert [call(*both) for _ in range(3)] == [False, False, True]
     assert not call(both[0], both[0])
     assert not call(torch.zeros(33)[1:], both[0])
@@ -225,7 +277,7 @@ def test_nobody_is_told_of_starts_afterwards(started: Started) -> None:
     def run() -> tuple[Tensor, ...]:
         raise ValueError("in the middle")
 
-    done = RecordedPass(CPU, 0)
+    done = RecordedPass(torch.zeros(1))
     for _ in range(2):
         with pytest.raises(ValueError, match="in the middle"):
             done((torch.zeros(32),), run)

@@ -7,9 +7,9 @@ the second, which is noted meanwhile; later ones allocate the results and one bl
 needed in between, write the addresses into the kernels' parameters, and start them.
 
 A recording is of what launches and PyTorch's dispatcher see, so a pass need not know of it. One
-that does anything else than to allocate memory that is not written, to look at it otherwise (views)
-and to launch is not recorded: it goes step by step each time. So do calls on another device than
-the current one, those whose addresses are not aligned, those with one tensor for two where the
+that does anything else than to allocate memory (as it is, or zeros), to look at it otherwise
+(views) and to launch is not recorded: it goes step by step each time. So do calls on another device
+than the current one, those whose addresses are not aligned, those with one tensor for two where the
 recorded one had two or the other way round, and all while a profiler looks on.
 """
 
@@ -41,6 +41,7 @@ ALLOCATES = frozenset(
     }
 )  # fmt: skip
 
+ZEROES = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default})
 VIEWS = frozenset({aten.detach.default, aten.view.default, aten.select.int})  # found sooner so
 Results = tuple[Tensor, ...]
 profiled = torch._C._autograd._profiler_enabled
@@ -49,9 +50,9 @@ profiled = torch._C._autograd._profiler_enabled
 class RecordedPass:
     """A pass of calls that are alike in all but the addresses of their tensors."""
 
-    def __init__(self, device: torch.device, index: int | None) -> None:
-        """index: the GPU's, as `launcher.current_device` has it."""
-        self.device, self.index = device, index
+    def __init__(self, query: Tensor) -> None:
+        """query: a tensor on the GPU of such calls."""
+        self.device, self.index = query.device, launcher.current_device(query)
         self.again: Callable[[Sequence[Tensor]], Results | None] = _not_recorded
         self.calls_left = STEP_BY_STEP
 
@@ -101,14 +102,14 @@ class Recording:
 
     def __init__(
         self, device: torch.device, index: int, same: Sequence[tuple[int, int]],
-        results: Sequence[Callable[[], Tensor]], block: Callable[[], Tensor] | None, counted: bool,
-        places: Sequence[tuple[int, int]], starts: Sequence[Again],
+        results: Sequence[Callable[[], Tensor]], blocks: Sequence[Callable[[], Tensor]],
+        counted: bool, places: Sequence[tuple[int, int]], starts: Sequence[Again],
     ):  # fmt: skip
         """same: which tensors are at one address. places: addresses that are so many bytes behind
-        another one (number of address, bytes); addresses are those of tensors, results, the block
-        and the counter, then these."""
+        another one (number of address, bytes); addresses are those of tensors, results, blocks and
+        the counter, then these."""
         self.device, self.index, self.same = device, index, same
-        self.results, self.block, self.counted = results, block, counted
+        self.results, self.blocks, self.counted = results, blocks, counted
         self.places, self.starts = places, starts
 
     def __call__(self, tensors: Sequence[Tensor]) -> Results | None:
@@ -126,9 +127,9 @@ class Recording:
             return None
         results = tuple([make() for make in self.results])
         addresses += [result.data_ptr() for result in results]
-        if self.block is not None:
-            block = self.block()  # lives until all is started; then the stream keeps its order
-            addresses.append(block.data_ptr())
+        # Blocks live until all is started; then the stream keeps its order.
+        blocks = [make() for make in self.blocks]
+        addresses += [block.data_ptr() for block in blocks]
         if self.counted:
             addresses.append(tile_scheduler.counter_of(self.device).data_ptr())
         if self.places:
@@ -166,13 +167,14 @@ class Recorder(TorchDispatchMode):
         self.num_tensors = len(tensors)
         self.counter = tile_scheduler.counter_of(device).data_ptr()
         self.allocations: list[Tensor] = []  # kept, so that none takes the place of another
+        self.zeroed: set[int] = set()  # those that begin as zeros
         self.extents: list[tuple[int, int]] = []  # where their memory begins and ends
         self.sources: dict[int, Source] = {**self.tensors, self.counter: COUNTER}  # that are known
         self.noted: list[tuple[Start, int, list[Source | None]]] = []
         together = 0
         for address in self.tensors:
             together |= address
-        self.refused = together % ALIGNMENT != 0 or 0 in self.tensors  # which empty ones are at
+        self.refused = together % ALIGNMENT != 0
 
     def watch(self, run: Callable[[], Results]) -> Results:
         """Run a pass and note what it does."""
@@ -186,7 +188,9 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """An operator that the pass calls."""
         found = func(*args, **(kwargs or {}))
-        if func in ALLOCATES:
+        if func in ALLOCATES or func in ZEROES:
+            if func in ZEROES:
+                self.zeroed.add(len(self.allocations))
             memory = found.untyped_storage()
             begin = memory.data_ptr()
             self.allocations.append(found)
@@ -222,52 +226,58 @@ class Recorder(TorchDispatchMode):
 
         results: what the pass gave.
         """
-        makers: list[Callable[[], Tensor]] = []
         numbers: dict[int, int] = {}  # of results, by allocation
-        for result in results:
+        for number, result in enumerate(results, self.num_tensors):
+            if result.numel() == 0:  # it has no address
+                continue
             place = self._source(result.data_ptr())
             if not isinstance(place, Place) or not _fills_memory(result):
                 return None
-            if place.allocation in numbers:
+            if place.allocation in numbers or place.allocation in self.zeroed:
                 return None
-            numbers[place.allocation] = self.num_tensors + len(numbers)
-            layout = tuple(result.shape), result.stride(), result.dtype
-            makers.append(memory_of(*layout, self.device))
+            numbers[place.allocation] = number
+        makers = [
+            memory_of(tuple(result.shape), result.stride(), result.dtype, self.device)
+            for result in results
+        ]
         if self.refused:
             return None
-        found = _Layout(self, numbers)
+        found = _Layout(self, numbers, self.num_tensors + len(results))
         starts = [found.again(*one) for one in self.noted]
-        block = None
-        if found.size:
-            block = memory_of((found.size,), (1,), torch.uint8, self.device)
         return Recording(
-            self.device, index, self.same, makers, block, found.counted, found.places, starts
-        )
+            self.device, index, self.same, makers, found.blocks, found.counted, found.places,
+            starts,
+        )  # fmt: skip
 
 
 class _Layout:
     """Which number each address of a recording has."""
 
-    def __init__(self, recorder: Recorder, results: dict[int, int]) -> None:
-        """results: their numbers, by allocation."""
+    def __init__(self, recorder: Recorder, results: dict[int, int], first: int) -> None:
+        """results: their numbers, by allocation. first: the first number behind them, from which on
+        blocks, the counter, if there is one, and places have theirs."""
         sources = dict.fromkeys(source for _, _, each in recorder.noted for source in each)
         places = [source for source in sources if isinstance(source, Place)]
-        self.size, self.counted = 0, COUNTER in sources
-        begins: dict[int, int] = {}  # of allocations in the block
-        for number in dict.fromkeys(place.allocation for place in places):
-            if number not in results:
-                begins[number] = self.size
-                size = recorder.allocations[number].untyped_storage().nbytes()
-                self.size += -(-size // PIECE) * PIECE
-        block = recorder.num_tensors + len(results)
-        self.of_counter = block + (self.size > 0)
+        self.counted, self.blocks = COUNTER in sources, list[Callable[[], Tensor]]()
+        begins: dict[int, tuple[int, int]] = {}  # of allocations: their block, and where in it
+        for ops in (torch.empty, torch.zeros):
+            size = 0
+            for number in dict.fromkeys(place.allocation for place in places):
+                if number not in results and (number in recorder.zeroed) == (ops is torch.zeros):
+                    begins[number] = first + len(self.blocks), size
+                    bytes_of = recorder.allocations[number].untyped_storage().nbytes()
+                    size += -(-bytes_of // PIECE) * PIECE
+            if size:
+                self.blocks.append(partial(ops, size, dtype=torch.uint8, device=recorder.device))
+        self.of_counter = first + len(self.blocks)
         first = self.of_counter + self.counted
         self.numbers: dict[Place, int] = {}
         self.places: list[tuple[int, int]] = []
         for place in places:
             base, offset = results.get(place.allocation), place.offset
             if base is None:
-                base, offset = block, begins[place.allocation] + offset
+                base, begin = begins[place.allocation]
+                offset += begin
             self.numbers[place] = first + len(self.places) if offset else base
             if offset:
                 self.places.append((base, offset))
@@ -296,7 +306,26 @@ def _fills_memory(tensor: Tensor) -> bool:
     pairs = zip(tensor.shape, tensor.stride(), strict=True)
     extent = 1 + sum((size - 1) * stride for size, stride in pairs)
     whole = extent * tensor.element_size() == tensor.untyped_storage().nbytes()
-    return tensor.numel() > 0 and tensor.storage_offset() == 0 and whole
+    return tensor.storage_offset() == 0 and whole
+
+
+def prepared(
+    forward: Callable[[Any, Any, Any], Sequence[Tensor]], inputs: Any, config: Any
+) -> Callable[[Any, Any], Results]:
+    """A forward pass of (inputs, variant, config) for calls like one that has these inputs; its
+    other arguments stay the same, and the variant holds no tensor."""
+    done, brought = RecordedPass(inputs.query), tensors_in(inputs)
+    return lambda inputs, variant: done(
+        brought(inputs), lambda: tuple(forward(inputs, variant, config))
+    )
+
+
+def layouts_of(tensors: Sequence[Tensor | None]) -> list[Any]:
+    """What tells tensors apart but for their addresses."""
+    return [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype)
+        for tensor in tensors
+    ]
 
 
 def tensors_in(inputs: tuple[Tensor | None, ...]) -> Callable[[Any], tuple[Tensor, ...]]:

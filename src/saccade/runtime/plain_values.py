@@ -51,9 +51,11 @@ class PlainValues:
 
     def prepare(self, inputs: Any, checked: CheckedCall) -> Callable[[Any, Any], Any]:
         """The forward pass of a call that was validated, as `Operation` wants it."""
-        forward = module_of(self._operation, checked.forward_by).forward
+        module = module_of(self._operation, checked.forward_by)
         config = checked.config or KernelConfig()
-        return lambda inputs, variant: forward(inputs, variant, config)
+        if hasattr(module, "prepared"):
+            return module.prepared(inputs, config)
+        return lambda inputs, variant: module.forward(inputs, variant, config)
 
     def run(self, arguments: Arguments) -> tuple[Tensor, ...]:
         """The forward pass by an operator's arguments."""

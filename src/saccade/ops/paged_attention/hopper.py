@@ -149,7 +149,7 @@ def prepared(
 
 def forward(
     inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Output and lse; see `saccade.attention_paged`."""
     return prepared(inputs, variant, config, batch_invariant)(inputs, variant)
 

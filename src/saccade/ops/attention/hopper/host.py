@@ -158,7 +158,7 @@ class ForwardOfLengths:
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
         layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
         self.launch = prepared.launch(chosen).of((*order, queries.batch, *layouts))
-        self.recorded = RecordedPass(self.device, self.spec.device)
+        self.recorded = RecordedPass(inputs.query)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of such a call."""
@@ -377,7 +377,7 @@ class BackwardOfLengths:
         self.query_pass = None
         if kind.apart:
             self.query_pass = WideQueryPass(self, inputs, variant)
-        self.recorded = RecordedPass(inputs.query.device, self.spec.device)
+        self.recorded = RecordedPass(inputs.query)
 
     def _choose_memory(self, inputs: Inputs, passed: BackwardInputs) -> None:
         """What memory a pass takes, and the layouts of all tensors that kernels see rows of."""

@@ -115,7 +115,7 @@ class ForwardOfLengths:
         self.output, self.lse = output.make, lse.make
         layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
         self.launch = launch.of((queries.batch, *layouts))
-        self.recorded = RecordedPass(inputs.query.device, self.spec.device)
+        self.recorded = RecordedPass(inputs.query)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of such a call."""
@@ -182,6 +182,7 @@ class Launches(NamedTuple):
     tables: dict[int, Launch]  # by position among the score's captured tensors
     numbers: tuple[int, ...]  # programs of keys, then as `CallSpec.sourced` takes them
     gradients: tuple[Callable[[], Tensor], ...]  # memory for those of query, key and value
+    done: RecordedPass  # the whole pass, but for tables and sinks
 
 
 class ForwardResults(NamedTuple):
@@ -215,8 +216,6 @@ def backward(
         refuse_unordered(variant, wanted_tables)
     inputs = with_unit_channels(inputs)
     grad_output = in_order_of(grad_output, output)
-    statistics = torch.empty_like(lse), torch.empty_like(lse)
-    results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
     like = *signature(inputs, variant), config
     key = (
         *like, *lengths_of(inputs), deterministic,
@@ -226,13 +225,24 @@ def backward(
     launches = _launches.get(key)
     if launches is None:
         spec = remembered(_specs, like, lambda: CallSpec.of(inputs)).at(inputs)
+        results = ForwardResults(output, lse, grad_output, grad_lse, lse, lse)  # of such layouts
         prepared = functools.partial(prepare, spec, inputs, variant, config, deterministic, results)
         launches = remembered(_launches, key, prepared)
-    written = [memory() for memory in launches.gradients]
-    if launches.queries is None:
-        written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
-    call = TritonBackwardCall(inputs, variant, launches, results, tuple(written))
-    return call.run(wanted_tables, config)
+
+    def run() -> Gradients:
+        statistics = torch.empty_like(lse), torch.empty_like(lse)
+        results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
+        written = [memory() for memory in launches.gradients]
+        if launches.queries is None:
+            written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
+        call = TritonBackwardCall(inputs, variant, launches, results, tuple(written))
+        return call.run(wanted_tables, config)
+
+    if wanted_tables or inputs.sinks is not None:  # whose gradients PyTorch has a part in
+        return run()
+    tensors = (*tensors_of(inputs, variant), output, lse, grad_output, *there_are((grad_lse,)))
+    of_query, of_key, of_value = launches.done(tensors, lambda: run()[:3])
+    return Gradients(of_query, of_key, of_value, None, {})
 
 
 def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
@@ -304,6 +314,7 @@ def prepare(
         tables={},
         numbers=numbers,
         gradients=tuple(map(memory_like, gradients)),
+        done=RecordedPass(inputs.query),
     )
 
 

@@ -6,11 +6,13 @@ backwards:  the same, the scan keeping states → scan back → gradients of all
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from saccade.gpu import recording
 from saccade.gpu.kernel_args import Extent, row_strides, there_are, view
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
@@ -45,6 +47,11 @@ SUMMED = 32  # channels at a time whose decay is summed up
 STEP_NUMBERS = 4096  # of a state, in registers of a program of the step
 
 _call_specs: dict[Any, DeltaCallSpec] = {}
+
+
+def prepared(inputs: DeltaInputs, config: KernelConfig) -> Callable[..., tuple[Tensor, ...]]:
+    """The forward pass of calls like one with these inputs."""
+    return recording.prepared(forward, inputs, config)
 
 
 def forward(inputs: DeltaInputs, variant: DeltaVariant, config: KernelConfig) -> DeltaResults:

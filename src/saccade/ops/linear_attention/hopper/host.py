@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from saccade.gpu import recording
 from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, readable
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch
@@ -52,6 +53,7 @@ from saccade.ops.linear_attention.triton.host import (
     gradients_by,
     initial_of,
     passes_of,
+    recorded_gradients,
 )
 from saccade.ops.linear_attention.triton.host import step as step
 from saccade.ops.linear_attention.triton.normalizer import upstream_of
@@ -101,6 +103,14 @@ OF_KEYS = Schedule(2, 176, 48)
 OF_WIDE = Schedule(2, 208, 48)
 
 
+_backwards: dict[Any, recording.RecordedPass] = {}
+
+
+def prepared(inputs: LinearInputs, config: KernelConfig) -> Callable[..., tuple[Tensor, ...]]:
+    """The forward pass of calls like one with these inputs."""
+    return recording.prepared(forward, inputs, config)
+
+
 def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
     """Output, normaliser and last state; see `saccade.linear_attention`."""
     inputs = aligned(inputs)
@@ -112,9 +122,8 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
         after = results.kv, results.key_sum
     else:
         parts = collect_keys(passes, split)
-        before, last = chained(passes, parts, before, split.segments, False)
-        results.kv.copy_(last[0])
-        results.key_sum.copy_(last[1])
+        into = results.kv, results.key_sum
+        before, _ = chained(passes, parts, before, split.segments, False, into)
     passes.output(split, results, (before, after))
     return results
 
@@ -130,6 +139,16 @@ def backward(
     grad_key_sum: Tensor | None,
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
+    given = output, normaliser, grad_output, grad_kv, grad_key_sum
+    return recorded_gradients(
+        _backwards, inputs, given, (variant,), lambda: _gradients(inputs, variant, *given)
+    )
+
+
+def _gradients(
+    inputs: LinearInputs, variant: LinearVariant, output: Tensor, normaliser: Tensor,
+    grad_output: Tensor, grad_kv: Tensor | None, grad_key_sum: Tensor | None,
+) -> LinearGradients:  # fmt: skip
     passes = passes_of(aligned(inputs), variant, KernelConfig(kv_tile=BLOCK_CHANNELS))
     passes = HopperPasses(*passes)
     grad_output = readable(grad_output)

@@ -10,13 +10,16 @@ number for each row.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from saccade.gpu import recording
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import Launch
+from saccade.gpu.recording import RecordedPass, layouts_of
 from saccade.ops.attention.triton.call_spec import remembered, with_unit_channels
 from saccade.ops.linear_attention.feature_scaling import (
     ends_of,
@@ -46,9 +49,16 @@ from saccade.runtime.spec import (
     LinearVariant,
     empty_linear_gradients,
     empty_linear_results,
+    precision,
 )
 
 _call_specs: dict[Any, LinearCallSpec] = {}
+_backwards: dict[Any, RecordedPass] = {}
+
+
+def prepared(inputs: LinearInputs, config: KernelConfig) -> Callable[..., tuple[Tensor, ...]]:
+    """The forward pass of calls like one with these inputs."""
+    return recording.prepared(forward, inputs, config)
 
 
 def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) -> LinearResults:
@@ -59,9 +69,7 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     before, after = initial_of(passes), (results.kv, results.key_sum)
     segments = passes.segments(passes.spec.heads, passes.spec.value_dim)
     if segments > 1 or not variant.causal:
-        before, last = key_states(passes, before, segments)
-        for into, found in zip(after, last, strict=True):
-            into.copy_(found)
+        before, _ = key_states(passes, before, segments, after)
         after, segments = None, segments if variant.causal else 1
     mapped = None
     if counted := counts_first(passes):
@@ -85,9 +93,30 @@ def backward(
     grad_key_sum: Tensor | None,
 ) -> LinearGradients:
     """Gradients of the inputs, the same bits in every run."""
-    passes = passes_of(inputs, variant, config)
-    upstream = upstream_of(passes, output, normaliser, grad_output)
-    return gradients_by(passes, upstream, ending_of(passes, grad_kv, grad_key_sum))
+
+    def run() -> LinearGradients:
+        passes = passes_of(inputs, variant, config)
+        upstream = upstream_of(passes, output, normaliser, grad_output)
+        return gradients_by(passes, upstream, ending_of(passes, grad_kv, grad_key_sum))
+
+    given = output, normaliser, grad_output, grad_kv, grad_key_sum
+    return recorded_gradients(_backwards, inputs, given, (variant, config), run)
+
+
+def recorded_gradients(
+    memory: dict[Any, RecordedPass], inputs: LinearInputs, given: tuple[Tensor | None, ...],
+    like: tuple[Any, ...], run: Callable[[], LinearGradients],
+) -> LinearGradients:  # fmt: skip
+    """What `run` gives for inputs and what was given with them, done again where it was recorded.
+
+    like: what else tells such passes apart.
+    """
+    if inputs.decay is not None or inputs.initial_kv is not None:
+        return run()  # which sums by PyTorch
+    query, tensors = inputs.query, (*inputs, *given)
+    key = (*layouts_of(tensors), query.device, *like, precision(query.dtype))
+    done = remembered(memory, key, lambda: RecordedPass(query))
+    return LinearGradients(*done(there_are(tensors), lambda: run()[:3]), None, None, None)
 
 
 def gradients_by(
@@ -203,11 +232,14 @@ def ending_of(
 
 
 def key_states(
-    passes: Passes, before: State | None, segments: int
+    passes: Passes, before: State | None, segments: int, into: State | None = None
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The states that segments start from (not causal: the last one), and the last ones."""
+    """The states that segments start from (not causal: the last one), and the last ones.
+
+    into: where to write the last ones; contiguous.
+    """
     parts = passes.collect(None, segments)
-    starts, last = chained(passes, parts, before, segments, False)
+    starts, last = chained(passes, parts, before, segments, False, into)
     return (starts if passes.spec.variant.causal else last), last
 
 
@@ -258,28 +290,28 @@ def _memory_for_dots(passes: Passes) -> tuple[Tensor | None, Tensor]:
 
 
 def chained(
-    passes: Passes, parts: State, before: State | None, segments: int, backwards: bool
-) -> tuple[State, State]:
+    passes: Passes, parts: State, before: State | None, segments: int, backwards: bool,
+    into: State | None = None,
+) -> tuple[State, State]:  # fmt: skip
     """For each segment the sum of all segments before it, faded; and that of all.
 
-    The starts take the place of the parts.
+    The starts take the place of the parts. into: where to write the sums of all; contiguous.
     """
     whole = whole_decays(passes.summed_decay, passes.inputs, passes.spec, segments)
     decays = None if whole is None else whole.contiguous()
-    matrices, vectors = (
-        _chained(passes, part, None if before is None else before[position], decays, backwards)
-        for position, part in enumerate(parts)
-    )
+    matrices, vectors = into or (torch.empty_like(part[:, :, 0]) for part in parts)
+    for part, last, first in zip(parts, (matrices, vectors), before or (None, None), strict=True):
+        _chain(passes, part, first, last, decays, backwards)
     return parts, (matrices, vectors)
 
 
-def _chained(
-    passes: Passes, parts: Tensor, before: Tensor | None, decays: Tensor | None, backwards: bool
-) -> Tensor:
-    """What a segment after all others would start from; parts become starts."""
+def _chain(
+    passes: Passes, parts: Tensor, before: Tensor | None, last: Tensor, decays: Tensor | None,
+    backwards: bool,
+) -> None:  # fmt: skip
+    """Write what a segment after all others would start from; parts become starts."""
     spec = passes.spec
     segments, size = parts.shape[2], parts.shape[3:].numel()
-    last = torch.empty_like(parts[:, :, 0])
 
     def make() -> Launch:
         constants = {
@@ -294,7 +326,6 @@ def _chained(
     launch = remembered(spec.launches, key, make)
     programs = parts.shape[:2].numel() * -(-size // NUMBERS)
     launch(programs, spec.device, there_are((parts, before, last, decays)), arguments)
-    return last
 
 
 # ---- decay -------------------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from saccade.gpu import paged_view
 from saccade.gpu.kernel_args import Rules, mask_argument, mask_functions, score_argument
 from saccade.gpu.language import tl
 from saccade.gpu.launcher import Launch
+from saccade.gpu.recording import RecordedPass, tensors_in
 from saccade.gpu.tensor_view import View
 from saccade.gpu.wide_heads import width_of
 from saccade.ops.attention.triton import configs
@@ -174,6 +175,8 @@ class PagedForward:
         self.output, self.lse = map(
             memory_like, empty_rows(inputs.query, inputs.value_pages.shape[3], packed)
         )
+        self.done = RecordedPass(inputs.query)
+        self.brought = tensors_in(inputs)
 
     def _started(self, inputs: PagedInputs, variant: Variant, latent: bool) -> list[Any]:
         """What starts the kernels of each pass."""
@@ -190,14 +193,20 @@ class PagedForward:
             return ChunkLaunch(spec, of, inputs, variant, self.requested)
         return PassLaunches(spec, of, inputs.query.device)
 
-    def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
+    def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of a call like the one that was prepared."""
+        tensors = self.brought(inputs)
+        captured = variant.mask_captured.tensors, variant.score_captured.tensors
+        if captured != NO_TENSORS:
+            tensors = (*tensors, *captured[0], *captured[1])
+        return self.done(tensors, lambda: self._run(inputs, variant))
+
+    def _run(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
         if not self.regular:
             inputs = made_regular(inputs)
         output, lse = self.output(), self.lse()
-        captured = variant.mask_captured.tensors, variant.score_captured.tensors
-        brought = (*inputs, *captured[0], *captured[1], output, lse)
-        tensors = tuple([tensor for tensor in brought if tensor is not None])
+        captured = *variant.mask_captured.tensors, *variant.score_captured.tensors
+        tensors = (*self.brought(inputs), *captured, output, lse)
         passes = self.passes
         if self.may_be_latent and is_latent(inputs):
             if self.latent_passes is None:
@@ -208,6 +217,7 @@ class PagedForward:
         return output, lse
 
 
+NO_TENSORS = ((), ())
 _forwards: dict[Any, PagedForward] = {}
 
 
@@ -225,7 +235,7 @@ def prepared(
 
 def forward(
     inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, ...]:
     """Output and lse; see `saccade.attention_paged`."""
     return prepared(inputs, variant, config, batch_invariant)(inputs, variant)
 
