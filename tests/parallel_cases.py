@@ -23,6 +23,7 @@ from typing import Any
 from unittest.mock import patch
 
 import recurrence_cases
+import sharded_cache_cases
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -404,6 +405,33 @@ def _recurrences_differ(group: Any) -> None:
     refused(TypeError, ["unknown arguments ['key_lengths']"], lambda: called_with(key_lengths=1))
     called_with()  # and go on
     called_with(delta=True)
+
+
+# ---- caches --------------------------------------------------------------------------------------
+
+PAGED: list[dict[str, Any]] = [
+    {"sinks": True, "lengths": ((1, 40), (1, 0), (1, 1))},
+    {"mask": "causal", "packed": True, "lengths": ((3, 17), (1, 2), (5, 5)), "score": "alibi"},
+    {"mask": "window", "lengths": ((4, 20), (4, 4)), "dtype": torch.bfloat16, "value_dim": 8},
+    {"mask": "documents", "lengths": ((2, 30), (2, 3)), "score": "bias"},
+]
+for _description in PAGED:
+
+    @case(
+        f"pages {_description}", _description, cases=BOTH if "sinks" in _description else (CASES,)
+    )
+    def _paged(group: Any, description: dict[str, Any]) -> None:
+        sharded_cache_cases.compare(group, **description, device=DEVICE)
+
+
+@case("sequences of a sharded cache")
+def _sharded_cache(group: Any) -> None:
+    sharded_cache_cases.lives(group)
+
+
+@case("sharded caches that differ")
+def _caches_differ(group: Any) -> None:
+    sharded_cache_cases.differ(group, refused)
 
 
 # ---- by NCCL -------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ FORBIDDEN_IMPORTS = {
     "cpu": TOP | CALLS | {"reference", "triton", "hopper", "gpu"},
     "triton": TOP | CALLS | {"reference", "cpu", "hopper"},
     "hopper": TOP | CALLS | {"reference", "cpu"},
-    "parallel": (TOP - {"parallel"}) | BACKENDS | {"reference", "gpu"},
+    "parallel": (TOP - {"parallel", "kv_cache"}) | BACKENDS | {"reference", "gpu"},
 }
 # What looks at kernels from outside reaches for their insides, so nothing may come to rest on it.
 ONLY_IMPORTED_BY = {"kernel_check": {"kernel_check"}}

@@ -306,7 +306,8 @@ CHAPTERS = (
     )),
     Chapter("Several GPUs", "saccade.parallel", (
         "plan", "Plan", "attention", "attention_varlen", "linear_attention",
-        "linear_attention_varlen", "gated_delta_rule", "gated_delta_rule_varlen", "Cost", "Machine",
+        "linear_attention_varlen", "gated_delta_rule", "gated_delta_rule_varlen", "ShardedCache",
+        "Cost", "Machine",
     )),
     *(
         Chapter(

@@ -203,7 +203,7 @@ class PagedCache:
             memory = PageMemory(
                 PageSizes(page_size, of_group, dtype, latent), pages, on_host, self.device
             )
-            self.groups.append(Group(memory, page_size, each, prefix_caching))
+            self.groups.append(Group(memory, self._tokens_of_page, each, prefix_caching))
         self.addresses = [
             LayerAddress(self.windows.index(each), of_layers[:layer].count(each))
             for layer, each in enumerate(of_layers)
@@ -212,7 +212,7 @@ class PagedCache:
         of_states = StateMemory(sizes_of_states, num_states, host_states, self.device)
         self.states, self.num_states = of_states.pools, num_states if sizes_of_states else 0
         self._states = [
-            Group(of_states, page_size, None, prefix_caching, whole=True)
+            Group(of_states, self._tokens_of_page, None, prefix_caching, whole=True)
         ] if sizes_of_states else []  # fmt: skip
         self._everything = [*self.groups, *self._states]  # that a call changes
         self._numbers = itertools.count()
@@ -443,7 +443,7 @@ class PagedCache:
         if not any(group.prefix_caching for group in self._states):
             return []
         held = self._everything[-1].find(sequence)
-        last = max(length - 1, 0) // self.page_size * self.page_size
+        last = max(length - 1, 0) // self._tokens_of_page * self._tokens_of_page
         return sorted({each for each in (held.known, last) if held.length < each <= last})
 
     def pages(self, layer: int) -> LayerPages:
@@ -545,6 +545,11 @@ class PagedCache:
                 found.append(f"sequence {sequence} is not the same in all groups")
         if found:
             raise AssertionError("PagedCache: " + "; ".join(found))
+
+    @property
+    def _tokens_of_page(self) -> int:
+        """Tokens of a sequence that a page stands for, where others hold some of them."""
+        return self.page_size
 
     def _address(self, layer: int) -> LayerAddress:
         count = len(self.addresses)

@@ -114,6 +114,32 @@ def renumbered(
     )
 
 
+def interleaved(
+    key: str, captured: Captured, shift: Tensor, ranks: int, rank: int
+) -> tuple[str, Captured]:
+    """The key and captured values for a call that holds every so many-th key of each sequence.
+
+    shift: int32 [batch], how many keys of all come before each sequence's first query row.
+    """
+    if not key:
+        return key, captured
+    captured = expanded(key, captured)
+    found = _with_every_key(key)
+    return found.key, found.captured(captured, Captured((shift,), (ranks, rank), ()))
+
+
+@constant
+def _with_every_key(key: str) -> Combination:
+    """The expression where key j is key ranks · j + rank of all, and rows are told their shift."""
+    expression, builder = parse(key), ExpressionBuilder()
+    num_tensors, num_ints, _ = counts_of(expression)
+    ranks, rank = (builder.add("number", detail=f"i{num_ints + number}") for number in range(2))
+    kv_row = builder.add("+", builder.add("*", builder.add("kv_row"), ranks), rank)
+    shift = builder.add("take", builder.add("batch"), detail=f"t{num_tensors}:i")
+    result = builder.include(expression, variables={"kv_row": kv_row, "shift": shift})
+    return builder.combination(result)
+
+
 def _read_at(expression: Expression, variable: str) -> list[tuple[int, int]]:
     """The tensors and dimensions that are read at a variable itself, and nowhere otherwise."""
     read: dict[tuple[int, int], set[bool]] = {}

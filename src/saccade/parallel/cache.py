@@ -1,0 +1,229 @@
+"""A cache whose tokens are dealt to ranks one by one, so that decoding reads a share of it on each.
+
+All ranks keep the same books: a page stands for `ranks` times as many tokens as a rank's page has
+slots, and each rank's page of that number holds its own tokens among them. So ranks agree on pages,
+shared beginnings and copies without a message, and have as many tokens as one another. A call
+attends to a rank's tokens on each and merges all partial results by their lse, in one message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from saccade.kv_cache.paged_cache import PagedCache
+from saccade.kv_cache.sequences import Group
+from saccade.kv_cache.storage import on_device
+from saccade.masks import NOTHING_HIDDEN, Mask, as_mask
+from saccade.masks import window as window_mask
+from saccade.modifiers.normal_form import is_causal
+from saccade.modifiers.renumber import interleaved
+from saccade.ops.attention.merge import merge_states
+from saccade.ops.paged_attention.api import attention_paged
+from saccade.parallel.agreement import agree, begin, described, reporting
+from saccade.parallel.planner import members
+from saccade.runtime.arguments import check_flag
+from saccade.runtime.spec import accumulate_dtype
+from saccade.runtime.validation import with_causal
+from saccade.scores import Score, as_score
+
+
+@dataclass(eq=False)
+class _Members:
+    """The ranks of a cache, as comparisons and reports take them."""
+
+    ranks: int
+    rank: int
+    group: Any
+    verify: str
+    memory: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def compares_always(self) -> bool:
+        """Whether every call is compared, and not only the first of each kind."""
+        on_gpus = self.group is not None and dist.get_backend(self.group) == "nccl"
+        return self.verify == "always" or (self.verify == "auto" and not on_gpus)
+
+
+class ShardedCache(PagedCache):
+    """A `PagedCache` whose tokens are dealt to ranks one by one: token t lies on rank t % ranks.
+
+    Every rank makes the same calls with the same arguments. Keys and values of new tokens are
+    whole on every rank, and each writes its own; queries are whole as well, and so is the output
+    of `attend`, a collective: one message brings all ranks' partial outputs and their lse, which
+    each merges in float32, in the order of ranks.
+
+    Args:
+        num_pages: pages on each rank.
+        page_size: tokens that a page holds on each rank: a page of the books stands for `ranks`
+            times as many.
+        mesh: a `ProcessGroup` or a `DeviceMesh` of one dimension; 1: this process alone.
+        verify: "always" compares what ranks are about to attend to before every call, "first"
+            before the first of each kind, and "auto" is "always" on CPUs and "first" on GPUs.
+        options: those of `PagedCache`, but for states.
+
+    Raises:
+        TypeError, ValueError: as `PagedCache`; of `attend`, on every rank where ranks differ,
+            naming the difference.
+        RuntimeError: of `attend`, where messages fail or time out.
+
+    Source: the merge, FlashAttention-2 (Dao 2023), section 3.1.
+
+    Examples:
+        >>> cache = saccade.parallel.ShardedCache(
+        ...     64, page_size=4, mesh=1, num_layers=1, kv_heads=2, head_dim=16
+        ... )  # under torchrun: a process group in place of 1
+        >>> sequence = cache.allocate()
+        >>> slots = cache.append({sequence: 5})  # -1 for tokens of other ranks
+        >>> cache.write(0, torch.randn(5, 2, 16), torch.randn(5, 2, 16), slots)
+        >>> cache.attend(0, torch.randn(1, 8, 1, 16), [sequence]).shape
+        torch.Size([1, 8, 1, 16])
+    """
+
+    def __init__(
+        self, num_pages: int | Mapping[int | None, int], page_size: int = 16, *, mesh: Any,
+        verify: str = "auto", **options: Any,
+    ) -> None:  # fmt: skip
+        if options.get("states"):
+            raise NotImplementedError("states: got some, takes none: states are not dealt to ranks")
+        if verify not in ("auto", "always", "first"):
+            raise ValueError(f'verify: got {verify!r}, takes "auto", "always" or "first"')
+        ranks, rank, group = members(mesh)
+        if ranks > 1 and group is None:
+            raise ValueError(f"mesh: got {ranks} simulated ranks, takes a process group, or 1")
+        self._members = _Members(ranks, rank, group, verify)
+        super().__init__(num_pages, page_size, **options)
+
+    @property
+    def _tokens_of_page(self) -> int:
+        return self.page_size * self._members.ranks
+
+    def grow(
+        self,
+        tokens: Mapping[int, int | Sequence[int]],
+        *,
+        spare: Sequence[int | None] | None = None,
+        keep: Collection[int] = (),
+    ) -> Any:
+        """`append` whose slots are plain numbers: -1 for tokens of other ranks."""
+        slots = super().grow(tokens, spare=spare, keep=keep)
+        if self._grouped:
+            return [[self._own_slot(slot) for slot in of_group] for of_group in slots]
+        return [self._own_slot(slot) for slot in slots]
+
+    def _own_slot(self, slot: int) -> int:
+        """The slot of this rank's page of a slot of the books."""
+        page, place = divmod(slot, self._tokens_of_page)
+        if slot < 0 or place % self._members.ranks != self._members.rank:
+            return -1
+        return page * self.page_size + place // self._members.ranks
+
+    def own_lengths(self, lengths: Sequence[int]) -> list[int]:
+        """How many of so many first tokens lie on this rank.
+
+        Examples:
+            >>> cache = saccade.parallel.ShardedCache(
+            ...     8, mesh=1, num_layers=1, kv_heads=1, head_dim=8)
+            >>> cache.own_lengths([5, 0])
+            [5, 0]
+        """
+        ranks, rank = self._members.ranks, self._members.rank
+        return [max(length - rank + ranks - 1, 0) // ranks for length in lengths]
+
+    def _tables(self, group: Group, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """page_table, and kv_lens of this rank's tokens."""
+        table, _ = super()._tables(group, sequences)
+        lengths = self.own_lengths([group.find(sequence).length for sequence in sequences])
+        return table, on_device(lengths, torch.int32, self.device)
+
+    def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
+        """`saccade.attention_paged` over the pages of all ranks: a collective.
+
+        Masks and scores number the keys of all ranks, and sinks count once. The options are those
+        of `PagedCache.attend`.
+        """
+        if self._members.ranks == 1:
+            return super().attend(layer, query, sequences, **options)
+        fault, found, facts = None, None, {}
+        return_lse = options.pop("return_lse", False)
+        try:
+            check_flag("return_lse", return_lse)
+            with self._lock:
+                found, facts = self._attend_own(layer, query, list(sequences), options)
+        except (TypeError, ValueError, NotImplementedError, LookupError) as error:
+            fault = error  # others learn of it before they wait for this rank
+        begin(self._members, "attend")
+        device = query.device if isinstance(query, Tensor) else self.device
+        agree(self._members, {"call": "attend", "layer": str(layer), **facts}, fault, device)
+        assert found is not None
+        output, lse = self._merged(*found)
+        return (output, lse) if return_lse else output
+
+    def _attend_own(
+        self, layer: int, query: Tensor, sequences: list[int], options: dict[str, Any]
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, str]]:
+        """Output and lse of this rank's tokens, and what must be equal on all ranks."""
+        pages, group = self.pages(layer), self.groups[self._address(layer).group]
+        lengths = [group.find(sequence).length for sequence in sequences]
+        mask = as_mask(with_causal(options.pop("mask", None), options.pop("causal", False)))
+        score, sinks = as_score(options.pop("score", None)), options.pop("sinks", None)
+        if group.window is not None:
+            mask = mask & window_mask(group.window) if mask.key else window_mask(group.window)
+        facts = {
+            "query": f"{tuple(query.shape)} {query.dtype}",
+            "mask": described(mask.key, mask.captured, contents=False),
+            "score": described(score.key, score.captured, contents=False),
+            "sinks": "none" if sinks is None else str(sinks.dtype),
+            "options": str({name: each for name, each in options.items()
+                            if not isinstance(each, Tensor)}),
+        }  # fmt: skip
+        if self._members.compares_always:
+            facts["lengths"] = str(lengths)
+        mask, score = self._as_seen_here(mask, score, query, lengths, options.get("cu_seqlens_q"))
+        found = attention_paged(
+            query, pages.key_pages, pages.value_pages, *self._tables(group, sequences),
+            key_scales=pages.key_scales, value_scales=pages.value_scales, mask=mask, score=score,
+            sinks=sinks if self._members.rank == 0 else None, return_lse=True, **options,
+        )  # fmt: skip
+        return found, facts
+
+    def _as_seen_here(
+        self, mask: Mask, score: Score, query: Tensor, lengths: list[int], offsets: Tensor | None
+    ) -> tuple[Mask, Score]:
+        """A mask and a score of all tokens, where keys are those of this rank."""
+        if offsets is None and query.dim() == 4 and query.shape[2] == 1 and is_causal(mask.key):
+            mask = NOTHING_HIDDEN  # the last token sees all
+        if not mask.key and not score.key:
+            return mask, score
+        shift = on_device(lengths, torch.int32, self.device)
+        if offsets is not None:
+            shift = shift - offsets.diff()
+        elif query.dim() == 4:
+            shift = shift - query.shape[2]
+        ranks = self._members.ranks, self._members.rank
+        mask, score = mask.to(self.device), score.to(self.device)
+        return (
+            Mask(*interleaved(mask.key, mask.captured, shift, *ranks)),
+            Score(*interleaved(score.key, score.captured, shift, *ranks)),
+        )
+
+    def _merged(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+        """Output and lse of all ranks' tokens, from every rank's own."""
+        packed = output.dim() == 3
+        wide = accumulate_dtype(output.dtype)
+        beside = (lse.transpose(0, 1) if packed else lse).unsqueeze(-1)
+        own = torch.cat([output.to(wide), beside.to(wide)], -1)
+        parts = own.new_empty(self._members.ranks, *own.shape)
+        with reporting(self._members, "outputs of all ranks"):
+            dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self._members.group)
+        lses = parts[..., -1]
+        merged, lse = merge_states(parts[..., :-1], lses.transpose(1, 2) if packed else lses)
+        return merged.to(output.dtype), lse
+
+
+__all__ = ["ShardedCache"]
