@@ -102,9 +102,12 @@ LINEAR_PASSES = {
     ),
 }  # fmt: skip
 DELTA_PASSES = {
-    "delta": ("delta_sums", "delta_norms", "delta_system", "delta_forward_scan"),
+    "delta": (
+        "delta_sums", "delta_norms", "delta_system", "delta_segments", "delta_join_segments",
+        "delta_forward_scan", "delta_forward_scan, NaN-safe",
+    ),
     "delta backward": (
-        "delta_reverse_scan", "delta_pair_gradients", "delta_gradients", "delta_sum_heads",
+        "delta_reverse_scan", "delta_gradients", "delta_sum_heads",
     ),
     "delta step": ("delta_step",),
 }  # fmt: skip
@@ -537,7 +540,8 @@ class DeltaCall(NamedTuple):
     @property
     def name(self) -> str:
         """A name in which calls of one catalogue differ."""
-        return f"{self.dtype} d{self.head_dim} decay of {self.decay}"
+        long = ", long" if self.batch == 1 else ""
+        return f"{self.dtype} d{self.head_dim} decay of {self.decay}{long}"
 
     def make(self, device: torch.device) -> tuple[DeltaInputs, DeltaVariant]:
         """Tensors and options."""

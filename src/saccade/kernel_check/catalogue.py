@@ -233,14 +233,18 @@ def delta_entries(half: str) -> list[Entry]:
     """The calls of the gated delta rule. Without decay its kernels are those of one a head, less
     what multiplies by it."""
     scans = ("delta_forward_scan", "delta_reverse_scan")
+    segments, safe = ("delta_segments", "delta_join_segments"), "delta_forward_scan, NaN-safe"
+    long = {"length": 65536, "batch": 1, "heads": 8, "key_heads": 2}
+    whole = tuple(kernel for kernel in (*DELTA, "delta_step") if kernel not in (*segments, safe))
     return [
         (DeltaCall(64, half), (*scans, "delta_gradients")),
-        (DeltaCall(128, half), (*DELTA, "delta_step")),
+        (DeltaCall(128, half), (*whole, safe)),
         (DeltaCall(128, half, "none"), scans[:1]),
-        (DeltaCall(128, half, "channels"), (*DELTA, "delta_step")),
+        (DeltaCall(128, half, "channels"), whole),
         (DeltaCall(256, half), (*scans, "delta_gradients")),
         (DeltaCall(256, half, "channels"), ("delta_system", *scans)),
         (DeltaCall(64, "fp32"), ("delta_system", *scans, "delta_gradients")),
+        (DeltaCall(128, half, **long), segments),
     ]
 
 

@@ -78,6 +78,51 @@ def test_a_token_that_forgets_everything(decay: str) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"decay": "heads", "packed": True, "lengths": (18, 0, 33, 5), "state": True},
+        {"decay": "channels", "lengths": (33,), "batch": 1, "dtype": F16},
+    ],
+    ids=str,
+)
+def test_segments_are_the_whole(
+    description: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long sequences cut into segments, of one chunk here: outputs, states and gradients."""
+    monkeypatch.setattr(configs, "segment", lambda *sizes: 1)
+    monkeypatch.setattr(host, "_call_specs", {})
+    case = make_delta_case(**description, heads=(1, 1), normalize_qk=True)
+    with poisoned():
+        assert_delta_exact(case, "triton", config=KernelConfig(kv_tile=16))
+
+
+def test_few_long_sequences_are_cut() -> None:
+    """And no others: 132 processors have as many programs as they can run."""
+    assert configs.segment(16, 1024, 1.0, 132) == 64
+    assert configs.segment(16, 16, 1.0, 132) == 0
+    assert configs.segment(512, 1024, 1.0, 132) == 0
+    assert configs.segment(16, 1024, 1.0, 1) == 0
+
+
+@interpreted
+@pytest.mark.parametrize("decay", ["heads", "channels"])
+@pytest.mark.parametrize("name", ["query", "key", "value", "beta", "decay"])
+def test_nonfinite_numbers_reach_no_earlier_token(name: str, decay: str) -> None:
+    """Within a chunk too: exactly the numbers that the recurrence makes so are not finite."""
+    case = make_delta_case(lengths=(12,), decay=decay, **ONE_HEAD)
+    rows = case.tensors[name][0, 0]
+    trash = torch.nan if name in ("key", "beta") else torch.inf
+    rows[7] = torch.where(torch.arange(rows[7].numel()).view_as(rows[7]) > 2, rows[7], trash)
+    call: Any = saccade.gated_delta_rule
+    found, exact = (call(**case.tensors, implementation=one) for one in ("triton", "reference"))
+    assert bool(found[:, :, :7].isfinite().all())
+    assert torch.equal(found.isfinite(), exact.isfinite())
+    known = exact.isfinite()
+    torch.testing.assert_close(found[known], exact[known], atol=1e-5, rtol=1e-5)
+
+
+@interpreted
 def test_nonfinite_numbers_stay_in_their_sequence_and_head() -> None:
     case = make_delta_case(packed=True, lengths=(5, 6), heads=(1, 2), decay="heads")
     clean = case.run("triton")
@@ -108,7 +153,7 @@ def test_configs(architecture: str) -> None:
             for by_channel in (False, True):
                 found = configs.choose(architecture, width, 16, wide, by_channel, None)
                 assert found.chunk in configs.CHUNKS
-                assert found.tile <= 16 and found.gradient_tile <= 16
+                assert found.tile <= 16 and found.gradient_values <= 16
                 assert width % found.system_tile == 0
     requested = KernelConfig(kv_tile=32, query_tile=16, num_warps=2)
     found = configs.choose(architecture, 64, 64, False, False, requested)

@@ -184,16 +184,25 @@ def load_faded(
     """
     key_head = head if META.BY_CHANNEL else head // META.GROUP
     tile = load_channels(view, batch, key_head, start, exist, channels, META.HEAD_DIM, TRANSPOSED)
+    return tile, fading(factors, decay, batch, head, start, length, exist, channels, META, TO_END)
+
+
+@triton.jit
+def fading(
+    factors, decay, batch, head, start, length, exist, channels, META: tl.constexpr,
+    TO_END: tl.constexpr,
+):  # fmt: skip
+    """What products of rows want still; see `load_faded`."""
     factor = 1.0
     if not META.BY_CHANNEL:
-        factor = row_factors(factors, batch, key_head, start, exist)
+        factor = row_factors(factors, batch, head // META.GROUP, start, exist)
         if decay is not None:
             high, low = load_sums(decay, batch, head, start, exist, channels, META)
             if TO_END:
                 last_high, last_low = last_sums(decay, batch, head, start, length, channels, META)
                 high, low = last_high - high, last_low - low
             factor = factor * tl.exp(high + low)
-    return tile, factor
+    return factor
 
 
 # ---- states in memory --------------------------------------------------------------------------

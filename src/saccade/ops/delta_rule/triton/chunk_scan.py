@@ -14,6 +14,14 @@ before a chunk, R its gradient behind it, and e^G etc. as factors of rows:
 backward pass scans forwards again, and keeps the updates and the state before each chunk; then
 backwards, and keeps `solved` and R. What is made of these is in gradients.py.
 
+Few long sequences are cut into segments, which scans take side by side, each from the state before
+it. Those states are found first: segments.py.
+
+NaN or inf in a token makes updates of its columns NaN from there on, hence the last state too.
+Products carry it to earlier tokens of the chunk, as 0 · NaN is NaN; so where the last state is not
+finite, a second start of the forward pass (NAN_SAFE) repeats it with such numbers left out of
+products, and put where they belong afterwards. It is a kernel of its own, as registers are few.
+
 Source: Yang et al. 2024 and 2025; here without the products W and U, of which no gradient is needed
 then.
 """
@@ -29,9 +37,10 @@ from typing import NamedTuple
 
 from saccade.gpu.features import load_number, narrow
 from saccade.gpu.language import tl, triton
-from saccade.gpu.tensor_view import num_rows, pad_rows, wide
+from saccade.gpu.tensor_view import any_nonfinite, num_rows, pad_rows, wide
 from saccade.ops.delta_rule.triton.chunk_rows import (
     chunk_slot,
+    fading,
     left_of_state,
     load_channels,
     load_faded,
@@ -51,19 +60,39 @@ class ScanMeta(NamedTuple):
     VALUE_TILE: int
     TILES: int
     CHUNK: int
+    SEGMENT: int  # rows of a segment; 0: sequences are not cut
     BY_CHANNEL: bool
     PACKED: bool
     PRECISION: str
+    NAN_SAFE: bool  # only where the last state is not finite; then that reaches no earlier token
 
 
 @triton.jit
-def program_of(META: tl.constexpr):
-    """A program's sequence and head, its channels of keys and of values; the state's number."""
-    program = tl.program_id(0)
-    tile, number = program % META.TILES, program // META.TILES
-    channels = tl.arange(0, META.HEAD_WIDTH)
+def segment_of(view, number, META: tl.constexpr):
+    """A program's sequence and head; the first chunk and how many; the number of the state before
+    them; whether they are the first, and the last of the sequence."""
+    if META.SEGMENT == 0:
+        batch, head, first = number // META.HEADS, number % META.HEADS, number * 0
+        num_chunks = tl.cdiv(num_rows(view, batch), META.CHUNK)
+        is_first, is_last = number >= 0, number >= 0
+    else:
+        batch, head, segment, slot = view.find(number, view.data, META.SEGMENT)
+        length = num_rows(view, batch)
+        if not META.PACKED:
+            slot = batch * tl.cdiv(length, META.SEGMENT) + segment
+        each: tl.constexpr = META.SEGMENT // META.CHUNK
+        first, number = segment * each, slot * META.HEADS + head
+        num_chunks = tl.minimum(tl.maximum(tl.cdiv(length, META.CHUNK) - first, 0), each)
+        is_first = segment == 0
+        is_last = ((segment + 1) * META.SEGMENT >= length) & (is_first | (num_chunks > 0))
+    return batch, head, first, num_chunks, number, is_first, is_last
+
+
+@triton.jit
+def columns_of(tile, META: tl.constexpr):
+    """A program's channels of keys, and its tile of those of values."""
     values = tile * META.VALUE_TILE + tl.arange(0, META.VALUE_TILE)
-    return number // META.HEADS, number % META.HEADS, channels, values, number
+    return tl.arange(0, META.HEAD_WIDTH), values
 
 
 @triton.jit
@@ -74,6 +103,9 @@ def load_state(memory, number, channels, values, META: tl.constexpr):
         pointers, exists = state_pointers(memory, number, channels, values, META)
         state += tl.load(pointers, mask=exists, other=0.0)
     return state
+
+
+# ---- forwards ------------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -88,14 +120,22 @@ def delta_forward_scan(
     (memory of one for each chunk and head) are wanted instead; then there is no query. before,
     after: memory of float32 states, or None.
     """
-    batch, head, channels, values, number = program_of(META)
-    if output is not None:
+    program = tl.program_id(0)
+    batch, head, first, num_chunks, number, _, is_last = segment_of(
+        inverse, program // META.TILES, META
+    )
+    channels, values = columns_of(program % META.TILES, META)
+    if META.NAN_SAFE:
+        last = load_state(after, batch * META.HEADS + head, channels, values, META)
+        num_chunks = tl.where(any_nonfinite(last), num_chunks, 0)
+        is_last = is_last & (num_chunks > 0)
+    elif output is not None:
         pad_rows(output, 0.0, META.VALUE_DIM, META.VALUE_TILE)
     state = load_state(before, number, channels, values, META)
     length = num_rows(inverse, batch)
     pairs = tl.arange(0, META.CHUNK)
     element: tl.constexpr = value.ptr.dtype.element_ty
-    for chunk in range(0, tl.cdiv(length, META.CHUNK)):
+    for chunk in range(first, first + num_chunks):
         start = chunk * META.CHUNK
         exist = start + pairs < length
         if states is not None:
@@ -104,15 +144,11 @@ def delta_forward_scan(
             pointers, exists = state_pointers(states, number_here, channels, values, META)
             tl.store(pointers, state.to(states.dtype.element_ty), mask=exists)
         narrowed, unit = narrow(state, element, 0)
-        beta_rows = load_number(beta, batch, head, start + pairs, exist).to(tl.float32)[:, None]
-        solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, False)
         wanted = load_channels(value, batch, head, start, exist, values, META.VALUE_DIM, False)
-        keys, factor = load_faded(
-            key, factors.key, decay, batch, head, start, length, exist, channels, META, False, False
-        )
-        said = tl.dot(keys, narrowed, input_precision=META.PRECISION) * (unit * factor)
-        errors = (beta_rows * (wanted.to(tl.float32) - said)).to(element)
-        written = tl.dot(solve, errors, input_precision=META.PRECISION)
+        written, keys = updates_of(
+            narrowed, unit, wanted, key, factors, beta, decay, inverse, batch, head, start, length,
+            exist, channels, META,
+        )  # fmt: skip
         if updates is not None:
             store_channels(updates, batch, head, start, exist, values, written, META.VALUE_DIM)
         if output is not None:
@@ -123,17 +159,80 @@ def delta_forward_scan(
             found = tl.dot(asked, narrowed, input_precision=META.PRECISION)
             found = found * (unit * (of_rows * scale))
             seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, False)
-            found += tl.dot(seen, written.to(element), input_precision=META.PRECISION)
+            told, late = without_nonfinite(written, META.NAN_SAFE)
+            found += tl.dot(seen, told.to(element), input_precision=META.PRECISION)
+            found = poisoned(found, late, META.NAN_SAFE)
             store_channels(output, batch, head, start, exist, values, found, META.VALUE_DIM)
+        state = state_behind(
+            state, written, element, keys, kept, factors, decay, batch, head, start, length, exist,
+            channels, META,
+        )  # fmt: skip
+    if after is not None:
+        pointers, exists = state_pointers(after, batch * META.HEADS + head, channels, values, META)
+        tl.store(pointers, state, mask=exists & is_last)
+
+
+@triton.jit
+def updates_of(
+    narrowed, unit, wanted, key, factors, beta, decay, inverse, batch, head, start, length, exist,
+    channels, META: tl.constexpr,
+):  # fmt: skip
+    """The updates of a chunk, beta · error, from the state before it as an operand of products; and
+    the keys that asked it."""
+    pairs = tl.arange(0, META.CHUNK)
+    beta_rows = load_number(beta, batch, head, start + pairs, exist).to(tl.float32)[:, None]
+    solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, False)
+    keys, factor = load_faded(
+        key, factors.key, decay, batch, head, start, length, exist, channels, META, False, False
+    )
+    said = tl.dot(keys, narrowed, input_precision=META.PRECISION) * (unit * factor)
+    errors = beta_rows * (wanted.to(tl.float32) - said)
+    errors, late = without_nonfinite(errors, META.NAN_SAFE)
+    written = tl.dot(solve, errors.to(narrowed.dtype), input_precision=META.PRECISION)
+    return poisoned(written, late, META.NAN_SAFE), keys
+
+
+@triton.jit
+def state_behind(
+    state, written, ELEMENT: tl.constexpr, keys, kept, factors, decay, batch, head, start, length,
+    exist, channels, META: tl.constexpr,
+):  # fmt: skip
+    """The state behind a chunk. keys: those that asked the state before it, which are those that
+    are written, unless they fade by channel."""
+    if META.BY_CHANNEL:
         turned, factor = load_faded(
             kept, factors.key, decay, batch, head, start, length, exist, channels, META, True, True
         )
-        state = state * left_of_state(decay, batch, head, start, length, channels, META)
-        come = (written * factor).to(element)
-        state += tl.dot(turned, come, input_precision=META.PRECISION)
-    if after is not None:
-        pointers, exists = state_pointers(after, number, channels, values, META)
-        tl.store(pointers, state, mask=exists)
+    else:
+        turned = tl.trans(keys)
+        factor = fading(factors.key, decay, batch, head, start, length, exist, channels, META, True)
+    state = state * left_of_state(decay, batch, head, start, length, channels, META)
+    come = (written * factor).to(ELEMENT)
+    state += tl.dot(turned, come, input_precision=META.PRECISION)
+    return state
+
+
+@triton.jit
+def without_nonfinite(rows, NAN_SAFE: tl.constexpr):
+    """Rows of a chunk with 0 in place of NaN and inf, and where a column had some so far; rows as
+    they are unless NAN_SAFE."""
+    late = 0
+    if NAN_SAFE:
+        finite = tl.abs(rows) < float("inf")
+        late = tl.cumsum(tl.where(finite, 0, 1), 0)
+        rows = tl.where(finite, rows, 0.0)
+    return rows, late
+
+
+@triton.jit
+def poisoned(rows, late, NAN_SAFE: tl.constexpr):
+    """NaN where `late`, if NAN_SAFE."""
+    if NAN_SAFE:
+        rows = tl.where(late > 0, float("nan"), rows)
+    return rows
+
+
+# ---- backwards -----------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -143,24 +242,29 @@ def delta_reverse_scan(
 ):  # fmt: skip
     """One program: `solved` and the gradients of states, for a tile of channels of values.
 
-    solved: a View. grad_states: memory for the gradient of the state behind each chunk and head.
-    ending, first: memory of float32 gradients of the last state and of the initial one, or None.
+    solved: a View. grad_states: memory for the gradient of the state behind each chunk and head; or
+    both None, where only the gradient of the state before all of it is wanted. ending: memory of
+    float32 gradients of the state behind all of it, or None; first: of the initial state, or None.
     """
-    batch, head, channels, values, number = program_of(META)
+    program = tl.program_id(0)
+    batch, head, first_chunk, num_chunks, number, is_first, _ = segment_of(
+        inverse, program // META.TILES, META
+    )
+    channels, values = columns_of(program % META.TILES, META)
     gradient = load_state(ending, number, channels, values, META)
     length = num_rows(inverse, batch)
     pairs = tl.arange(0, META.CHUNK)
     element: tl.constexpr = grad_output.ptr.dtype.element_ty
-    num_chunks = tl.cdiv(length, META.CHUNK)
     for index in range(0, num_chunks):
-        chunk = num_chunks - 1 - index
+        chunk = first_chunk + num_chunks - 1 - index
         start = chunk * META.CHUNK
         exist = start + pairs < length
-        slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
-        pointers, exists = state_pointers(
-            grad_states, slot * META.HEADS + head, channels, values, META
-        )
-        tl.store(pointers, gradient.to(grad_states.dtype.element_ty), mask=exists)
+        if grad_states is not None:
+            slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
+            pointers, exists = state_pointers(
+                grad_states, slot * META.HEADS + head, channels, values, META
+            )
+            tl.store(pointers, gradient.to(grad_states.dtype.element_ty), mask=exists)
         narrowed, unit = narrow(gradient, element, 0)
         keys, factor = load_faded(
             kept, factors.key, decay, batch, head, start, length, exist, channels, META, True, False
@@ -171,7 +275,8 @@ def delta_reverse_scan(
         toward += tl.dot(seen, grads, input_precision=META.PRECISION)
         solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, True)
         found = tl.dot(solve, toward.to(element), input_precision=META.PRECISION)
-        store_channels(solved, batch, head, start, exist, values, found, META.VALUE_DIM)
+        if solved is not None:
+            store_channels(solved, batch, head, start, exist, values, found, META.VALUE_DIM)
         beta_rows = load_number(beta, batch, head, start + pairs, exist).to(tl.float32)[:, None]
         asked, of_rows = load_faded(
             query, factors.query, decay, batch, head, start, length, exist, channels, META, False,
@@ -186,5 +291,7 @@ def delta_reverse_scan(
         gone = (found * (beta_rows * factor)).to(element)
         gradient -= tl.dot(turned, gone, input_precision=META.PRECISION)
     if first is not None:
+        if solved is not None:  # else each segment has one
+            number = tl.where(is_first, batch * META.HEADS + head, -1)
         pointers, exists = state_pointers(first, number, channels, values, META)
-        tl.store(pointers, gradient, mask=exists)
+        tl.store(pointers, gradient, mask=exists & (number >= 0))

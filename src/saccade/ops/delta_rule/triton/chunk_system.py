@@ -10,9 +10,11 @@ are made for all chunks side by side; T and P take memory, [CHUNK] numbers a row
 multiply T with the right-hand side as it stands (Yang et al. 2024 multiply it out, as W and U,
 which is one product less in the scan, and takes head_dim + value_dim numbers a row instead).
 
-T is exact to float32's rounding whatever the keys are: blocks of 16 rows by substitution, larger
-ones by T₂₁ = −T₂₂ A₂₁ T₁₁, which is substitution by blocks. (A product of powers of A, as
-(I − A)(I + A²)(I + A⁴)…, cancels numbers of 6,000 for equal keys and beta 1.)
+T is made by T₂₁ = −T₂₂ A₂₁ T₁₁, which is substitution by blocks: no number in it is larger than
+those of T, whatever the keys are. (A product of powers of A, as (I − A)(I + A²)(I + A⁴)…, cancels
+numbers of 6,000 for equal keys and beta 1.) Half types begin with blocks of 2 rows, two products on
+tensor cores for each size, in tf32, which is exacter than T is held. Float32 begins with blocks of
+16 by substitution, and is exact to its own rounding.
 
 **Decay by channel** is a factor e^{G_i − G_j} that no channel has in common with another, and that
 is no product of two numbers in range: e^{−G_j} is e^{100} after one strong token. But between two
@@ -54,6 +56,7 @@ class SystemMeta(NamedTuple):
     LEVELS: int  # 2^LEVELS = CHUNK
     BY_CHANNEL: bool
     PRECISION: str
+    SOLVED: str  # how products of the system's inverse are computed
 
 
 @triton.jit
@@ -115,7 +118,15 @@ def delta_system(
     earlier = rows[None, :] < rows[:, None]
     pairs = tl.where(earlier, pairs * beta_rows[:, None], 0.0)
     scores = tl.where(rows[None, :] <= rows[:, None], scores * scale, 0.0)
-    solved = unit_inverse(pairs, META.CHUNK)
+    # Substitution would carry NaN to earlier rows, as 0 · NaN is NaN.
+    finite = tl.abs(tl.sum(tl.abs(pairs), 1)) < float("inf")
+    late = tl.cumsum(tl.where(finite, 0, 1), 0)[:, None] > 0
+    pairs = tl.where(late, 0.0, pairs)
+    if META.SOLVED == "ieee":
+        solved = unit_inverse(pairs, META.CHUNK)
+    else:
+        solved = inverse_by_blocks(pairs, META.CHUNK, META.LEVELS, META.SOLVED)
+    solved = tl.where(late, float("nan"), solved)
     store_tile(inverse, batch, head, start, length, solved, META.CHUNK)
     store_tile(weights, batch, head, start, length, scores, META.CHUNK)
 
@@ -178,6 +189,23 @@ def pairs_of_level(rows, level):
 
 
 # ---- (I + A)⁻¹ ---------------------------------------------------------------------------------
+
+
+@triton.jit
+def inverse_by_blocks(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION: tl.constexpr):
+    """The inverse of I + lower, which is strictly lower triangular: [SIZE, SIZE], 2^LEVELS = SIZE.
+
+    All blocks of a size lie in one matrix, whose other entries are 0: D the inverses of blocks so
+    far, B what lies below the diagonal in blocks twice as large; then D − D B D has their inverses.
+    """
+    rows = tl.arange(0, SIZE)
+    diagonal = rows[:, None] == rows[None, :]
+    found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, 0.0))
+    for level in tl.static_range(1, LEVELS):
+        below = tl.where(pairs_of_level(rows, level), lower, 0.0)
+        below = tl.dot(below, found, input_precision=PRECISION)
+        found -= tl.dot(found, below, input_precision=PRECISION)
+    return found
 
 
 @triton.jit

@@ -6,6 +6,7 @@ its tile of values, in float32) against its registers, rows of a chunk against s
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 from saccade.ops.attention.triton.configs import check
@@ -21,8 +22,10 @@ class DeltaConfig(NamedTuple):
     num_stages: int
     system_tile: int  # channels of keys at a time
     system_warps: int
-    gradient_tile: int  # channels of keys, and of values, at a time
+    gradient_tile: int  # channels of keys at a time
+    gradient_values: int  # and of values
     gradient_warps: int
+    gradient_stages: int
 
 
 CHUNKS = (16, 32, 64)
@@ -32,25 +35,25 @@ COLUMNS = (64, 128, 256)
 # Entries: DeltaConfig without what depends on the call alone. On Hopper an address takes one
 # register for a whole tile of rows (`tensor_view.tile_pointers`), elsewhere one for each.
 _HOPPER = (
-    DeltaConfig(64, 64, 4, 2, 64, 4, 32, 8),
-    DeltaConfig(64, 64, 4, 2, 64, 4, 32, 8),
-    DeltaConfig(64, 16, 8, 1, 64, 4, 32, 8),
+    DeltaConfig(64, 64, 4, 2, 64, 4, 64, 64, 8, 2),
+    DeltaConfig(64, 64, 4, 2, 64, 4, 64, 64, 8, 2),
+    DeltaConfig(64, 16, 8, 1, 64, 4, 32, 32, 8, 1),
 )
 _AMPERE = (
-    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 8),
-    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 8),
-    DeltaConfig(64, 16, 8, 1, 32, 8, 16, 8),
+    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 16, 8, 1),
+    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 16, 8, 1),
+    DeltaConfig(64, 16, 8, 1, 32, 8, 16, 16, 8, 1),
 )
 _CDNA = (
-    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 4),
-    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 4),
-    DeltaConfig(64, 32, 4, 1, 64, 4, 32, 4),
+    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 32, 4, 1),
+    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 32, 4, 1),
+    DeltaConfig(64, 32, 4, 1, 64, 4, 32, 32, 4, 1),
 )
 # Without tensor cores, float32 and all of Turing: operands lie in shared memory.
 _SLOW = (
-    DeltaConfig(16, 16, 4, 1, 16, 4, 16, 8),
-    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
-    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 4),
+    DeltaConfig(16, 16, 4, 1, 16, 4, 16, 16, 8, 1),
+    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 16, 4, 1),
+    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 16, 4, 1),
 )
 _CONSUMER_BLACKWELL = (_AMPERE[0], _AMPERE[1]._replace(num_warps=8), _AMPERE[2])
 _TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "sm_120": _CONSUMER_BLACKWELL, "gfx942": _CDNA}
@@ -75,6 +78,7 @@ def choose(
             system_tile=min(config.system_tile, 32),
             system_warps=max(config.system_warps, 8),
             gradient_tile=16,
+            gradient_values=min(config.gradient_values, 32),
         )
     if requested is not None:
         check(requested)
@@ -90,8 +94,39 @@ def choose(
     return config._replace(
         tile=min(config.tile, value_width),
         system_tile=min(config.system_tile, head_width),
-        gradient_tile=min(config.gradient_tile, head_width, value_width),
+        gradient_tile=min(config.gradient_tile, head_width),
+        gradient_values=min(config.gradient_values, value_width),
     )
+
+
+RESIDENT = 2  # programs of a scan that a multiprocessor runs side by side, about
+JOIN_STEPS = 0.7  # what a segment's place in the join takes, in chunks of a scan
+SPLIT_GAIN = 0.8  # of a scan's time, which cutting must come below
+SEGMENT_CHUNKS = (16, 64, 256)  # a kernel is compiled for each
+
+
+def segment(programs: int, chunks: int, moves: float, processors: int) -> int:
+    """Into segments of how many chunks sequences are cut (segments.py), or 0 where they are not.
+
+    Time is counted in chunks that one program scans after the other.
+
+    programs: of a scan that is not cut; chunks: of a sequence, on average; moves: columns of
+    M for one of N; processors: of the GPU.
+    """
+
+    def turns(count: float) -> int:
+        return -(-math.ceil(count) // (RESIDENT * processors))
+
+    best, least = 0, SPLIT_GAIN * chunks * turns(programs)
+    for each in SEGMENT_CHUNKS:
+        pieces = -(-chunks // each)
+        if pieces < 2:
+            break
+        scans = turns(programs * pieces * (1 + moves)) + turns(programs * pieces)
+        taken = each * scans + JOIN_STEPS * pieces
+        if taken < least:
+            best, least = each, taken
+    return best
 
 
 def may_spill(architecture: str, wide: bool, head_dim: int) -> str:

@@ -9,6 +9,10 @@ so no product with (I + A)⁻¹ is left. A row enters with a factor e^G of its o
 keys where they ask the state), or with e^{−G} (keys that are written); decay's gradient is the sum
 of row · gradient, with a sign for each, over all rows from its own on. Pairs of a row with itself
 do not fade, and are left out of that.
+
+A program first makes both gradients of pairs, and both turned over as well: so they stay in
+registers, where they stand on the left of products. Then come tiles of channels of keys, each in
+two steps, so that two sums are held at a time: of what asks a state, then of what is written to it.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
@@ -18,7 +22,7 @@ do not fade, and are left out of that.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saccade.gpu.features import load_number, narrow
 from saccade.gpu.language import tl, triton
@@ -32,11 +36,7 @@ from saccade.ops.delta_rule.triton.chunk_rows import (
     state_pointers,
     store_channels,
 )
-from saccade.ops.delta_rule.triton.chunk_system import (
-    left_between,
-    left_between_rows,
-    pairs_of_level,
-)
+from saccade.ops.delta_rule.triton.chunk_system import left_between, pairs_of_level
 
 
 class GradientMeta(NamedTuple):
@@ -55,72 +55,39 @@ class GradientMeta(NamedTuple):
     PRECISION: str
 
 
-@triton.jit
-def delta_pair_gradients(
-    value, grad_output, beta, decay, updates, solved, of_scores, of_pairs, own, grad_beta,
-    grad_value, scale, META: tl.constexpr,
-):  # fmt: skip
-    """One program: gradients of the pairs of one chunk of a value head, and of its values.
+class Pairs(NamedTuple):
+    """Gradients of a chunk's pairs, as left operands of products, with what these are to be
+    multiplied by: of P and of A / beta below the diagonal, times scale, and times decay between two
+    rows where all channels have the same; then both turned over."""
 
-    Written are those of P and of A / beta below the diagonal, times scale and decay between two
-    rows where all channels have the same (of_scores, of_pairs: Views of CHUNK numbers a row); of P
-    on the diagonal, times scale (own: a View of numbers); of beta as a factor of values
-    (grad_beta).
-    """
-    batch, head, chunk, _ = updates.find(tl.program_id(0), updates.data, META.CHUNK)
-    start = chunk * META.CHUNK
-    length = num_rows(updates, batch)
-    rows = tl.arange(0, META.CHUNK)
-    exist = start + rows < length
-    beta_rows = load_number(beta, batch, head, start + rows, exist).to(tl.float32)
-    scores = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
-    pairs = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
-    beta_gradient = tl.zeros([META.CHUNK], tl.float32)
-    for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
-        values = first + tl.arange(0, META.VALUE_TILE)
-        grads = load_rows_of(grad_output, batch, head, start, exist, values, META)
-        written = load_rows_of(updates, batch, head, start, exist, values, META)
-        errors = load_rows_of(solved, batch, head, start, exist, values, META)
-        scores += tl.dot(grads, tl.trans(written), input_precision=META.PRECISION)
-        pairs -= tl.dot(errors, tl.trans(written), input_precision=META.PRECISION)
-        wide_errors = errors.to(tl.float32)
-        wanted = load_rows_of(value, batch, head, start, exist, values, META)
-        beta_gradient += tl.sum(wide_errors * wanted.to(tl.float32), 1)
-        found = wide_errors * beta_rows[:, None]
-        store_channels(grad_value, batch, head, start, exist, values, found, META.VALUE_DIM)
-    scores = scores * scale
-    alone = tl.sum(tl.where(rows[:, None] == rows[None, :], scores, 0.0), 1)
-    store_numbers(own, batch, head, start + rows, length, alone)
-    store_numbers(grad_beta, batch, head, start + rows, length, beta_gradient)
-    if decay is not None and not META.BY_CHANNEL:
-        left = left_between_rows(decay, batch, head, start, exist, rows, META)
-        scores, pairs = scores * left, pairs * left
-    below = rows[None, :] < rows[:, None]
-    scores, pairs = tl.where(below, scores, 0.0), tl.where(below, pairs, 0.0)
-    store_channels(of_scores, batch, head, start, exist, rows, scores, META.CHUNK)
-    store_channels(of_pairs, batch, head, start, exist, rows, pairs, META.CHUNK)
+    scores: Any
+    scores_unit: Any
+    pairs: Any
+    pairs_unit: Any
+    later_scores: Any
+    later_scores_unit: Any
+    later_pairs: Any
+    later_pairs_unit: Any
 
 
 @triton.jit
 def delta_gradients(
-    query, key, grad_output, factors, beta, decay, updates, solved, states, grad_states, of_scores,
-    of_pairs, own, grad_query, grad_key, grad_beta, grad_decay, scale, META: tl.constexpr,
+    query, key, value, grad_output, factors, beta, decay, updates, solved, states, grad_states,
+    grad_query, grad_key, grad_value, grad_beta, grad_decay, scale, META: tl.constexpr,
 ):  # fmt: skip
-    """One program: gradients of queries, keys, beta and decay of one chunk of a value head.
+    """One program: gradients of queries, keys, values, beta and decay of one chunk of a value head.
 
-    query, key, grad_output: Views; beta: a View of numbers. factors: Factors; decay: a Decay, or
-    None. updates, solved: Views, states, grad_states: memory of one for each chunk and head, as the
-    scans kept them. of_scores, of_pairs, own: what `delta_pair_gradients` wrote; grad_beta too,
-    which is added to. grad_query, grad_key: Views of a row for each value head.
+    query, key, value, grad_output: Views; beta: a View of numbers. factors: Factors; decay: a
+    Decay, or None. updates, solved: Views, states, grad_states: memory of one for each chunk and
+    head, as the scans kept them. grad_query, grad_key: Views of a row for each value head.
     """
     batch, head, chunk, _ = updates.find(tl.program_id(0), updates.data, META.CHUNK)
     key_head, start = head // META.GROUP, chunk * META.CHUNK
     length = num_rows(updates, batch)
     rows = tl.arange(0, META.CHUNK)
     exist = start + rows < length
+    at = batch, head, start, exist
     beta_rows = load_number(beta, batch, head, start + rows, exist).to(tl.float32)[:, None]
-    alone = load_number(own, batch, head, start + rows, exist)[:, None]
-    beta_gradient = load_number(grad_beta, batch, head, start + rows, exist)
     of_keys = row_factors(factors.key, batch, key_head, start, exist)
     of_queries = row_factors(factors.query, batch, key_head, start, exist)
     element: tl.constexpr = query.ptr.dtype.element_ty
@@ -128,18 +95,19 @@ def delta_gradients(
     ended_rows = tl.zeros([META.CHUNK], tl.float32)
     slot = wide(chunk_slot(updates, batch, chunk, META.CHUNK, META.PACKED))
     number = slot * META.HEADS + head
+    pairs, alone, beta_gradient = pair_gradients(
+        value, grad_output, decay, updates, solved, grad_value, beta_rows, at, rows, scale, element,
+        META,
+    )  # fmt: skip
     for first in range(0, META.HEAD_DIM, META.KEY_TILE):
         channels = first + tl.arange(0, META.KEY_TILE)
-        asking, asked, written, flow = state_gradients(
-            grad_output, updates, solved, states, grad_states, batch, head, number, start, exist,
-            channels, META,
-        )  # fmt: skip
         keys = load_channels(key, batch, key_head, start, exist, channels, META.HEAD_DIM, False)
         queries = load_channels(
             query, batch, key_head, start, exist, channels, META.HEAD_DIM, False
         )
         keys, queries = keys.to(tl.float32) * of_keys, queries.to(tl.float32) * of_queries
-        sums, lasts = (0.0, 0.0), 1.0
+        asking, asked = gradients_of_asking(grad_output, solved, states, number, at, channels, META)
+        sums, lasts, since, until = (0.0, 0.0), 1.0, 1.0, 1.0
         if decay is not None:
             sums = load_sums(decay, batch, head, start, exist, channels, META)
             high, low = last_sums(decay, batch, head, start, length, channels, META)
@@ -147,16 +115,26 @@ def delta_gradients(
             if META.BY_CHANNEL:
                 high, low = high[None, :], low[None, :]
             since, until = tl.exp(sums[0] + sums[1]), tl.exp((high - sums[0]) + (low - sums[1]))
-            asking, asked, written = asking * since, asked * since, written * until
-        ended = by_channel(keys * written, META) + lasts * flow
-        asking, asked, written = within_chunk(
-            queries, keys, keys * beta_rows, (asking * scale, asked, written), of_scores, of_pairs,
-            decay, sums, batch, head, start, length, exist, channels, element, META,
+        asking, asked = within_chunk_asking(
+            asking * (since * scale), asked * since, keys, pairs, decay, sums, batch, head, start,
+            length, channels, element, META,
         )  # fmt: skip
         beta_gradient += tl.sum(keys * asked, 1)
         asked = asked * beta_rows
+        crossing = queries * asking + keys * asked
+        asking = asking + alone * keys
+        store_channels(grad_query, batch, head, start, exist, channels, asking, META.HEAD_DIM)
+        written, flow = gradients_of_writing(
+            updates, states, grad_states, number, at, channels, decay is not None, META
+        )
+        written = written * until
+        ended = by_channel(keys * written, META) + lasts * flow
+        written = within_chunk_written(
+            written, queries, keys * beta_rows, pairs, decay, sums, batch, head, start, length,
+            channels, element, META,
+        )  # fmt: skip
         if decay is not None:
-            crossing = queries * asking + keys * (asked - written)
+            crossing -= keys * written
             if META.BY_CHANNEL:
                 crossing = tl.cumsum(crossing, 0, reverse=True) + ended[None, :]
                 store_channels(
@@ -165,8 +143,7 @@ def delta_gradients(
             else:
                 crossing_rows += tl.sum(crossing, 1)
                 ended_rows += ended
-        asking, written = asking + alone * keys, asked + written + alone * queries
-        store_channels(grad_query, batch, head, start, exist, channels, asking, META.HEAD_DIM)
+        written = asked + written + alone * queries
         store_channels(grad_key, batch, head, start, exist, channels, written, META.HEAD_DIM)
     store_numbers(grad_beta, batch, head, start + rows, length, beta_gradient)
     if decay is not None and not META.BY_CHANNEL:
@@ -174,34 +151,113 @@ def delta_gradients(
         store_numbers(grad_decay, batch, head, start + rows, length, crossing_rows)
 
 
+# ---- pairs ---------------------------------------------------------------------------------------
+
+
 @triton.jit
-def state_gradients(
-    grad_output, updates, solved, states, grad_states, batch, head, number, start, exist, channels,
-    META: tl.constexpr,
+def pair_gradients(
+    value, grad_output, decay, updates, solved, grad_value, beta_rows, at, rows, scale,
+    DTYPE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """Gradients by way of states: of queries and of keys that ask the one before the chunk, and of
-    keys that are written to the one behind it, without their factors; ⟨S, R⟩, `by_channel`."""
-    element: tl.constexpr = grad_output.ptr.dtype.element_ty
-    asking = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
-    asked = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
-    written = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
-    flow = by_channel(asking * 0.0, META)
+    """`Pairs`; the gradients of P on the diagonal, times scale [rows, 1]; those of beta as a factor
+    of values. Gradients of values are written.
+
+    at: batch entry, head, first row, and which rows there are.
+    """
+    batch, head, start, exist = at
+    scores = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
+    pairs = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
+    later_scores = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
+    later_pairs = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
+    beta_gradient = tl.zeros([META.CHUNK], tl.float32)
+    precision: tl.constexpr = META.PRECISION
     for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
         values = first + tl.arange(0, META.VALUE_TILE)
         grads = load_rows_of(grad_output, batch, head, start, exist, values, META)
-        rows = load_rows_of(updates, batch, head, start, exist, values, META)
+        written = load_rows_of(updates, batch, head, start, exist, values, META)
         errors = load_rows_of(solved, batch, head, start, exist, values, META)
-        at, exists = state_pointers(states, number, channels, values, META, True)
-        state = tl.load(at, mask=exists, other=0.0)
-        at, exists = state_pointers(grad_states, number, channels, values, META, True)
-        gradient = tl.load(at, mask=exists, other=0.0)
-        flow += by_channel(state.to(tl.float32) * gradient.to(tl.float32), META)
-        state, unit = narrow(state, element, 0)
-        gradient, grad_unit = narrow(gradient, element, 0)
+        scores += tl.dot(grads, tl.trans(written), input_precision=precision)
+        pairs += tl.dot(errors, tl.trans(written), input_precision=precision)
+        later_scores += tl.dot(written, tl.trans(grads), input_precision=precision)
+        later_pairs += tl.dot(written, tl.trans(errors), input_precision=precision)
+        wide_errors = errors.to(tl.float32)
+        wanted = load_rows_of(value, batch, head, start, exist, values, META)
+        beta_gradient += tl.sum(wide_errors * wanted.to(tl.float32), 1)
+        found = wide_errors * beta_rows
+        store_channels(grad_value, batch, head, start, exist, values, found, META.VALUE_DIM)
+    scores, later_scores = scores * scale, later_scores * scale
+    diagonal = rows[:, None] == rows[None, :]
+    alone = tl.sum(tl.where(diagonal, scores, 0.0), 1)[:, None]
+    if decay is not None and not META.BY_CHANNEL:
+        left, turned = left_both_ways(decay, batch, head, start, exist, rows, META)
+        scores, pairs = scores * left, pairs * left
+        later_scores, later_pairs = later_scores * turned, later_pairs * turned
+    below, above = rows[None, :] < rows[:, None], rows[None, :] > rows[:, None]
+    scores, scores_unit = narrow(tl.where(below, scores, 0.0), DTYPE, 1)
+    pairs, pairs_unit = narrow(tl.where(below, -pairs, 0.0), DTYPE, 1)
+    later_scores, later_scores_unit = narrow(tl.where(above, later_scores, 0.0), DTYPE, 1)
+    later_pairs, later_pairs_unit = narrow(tl.where(above, -later_pairs, 0.0), DTYPE, 1)
+    found = Pairs(
+        scores, scores_unit, pairs, pairs_unit, later_scores, later_scores_unit, later_pairs,
+        later_pairs_unit,
+    )  # fmt: skip
+    return found, alone, beta_gradient
+
+
+@triton.jit
+def left_both_ways(decay, batch, head, start, exist, rows, META: tl.constexpr):
+    """e^{G_i − G_j} of pairs of rows [i, j], and turned over; 1 where j > i, or past the end."""
+    high, low = load_sums(decay, batch, head, start, exist, rows, META)
+    gap = (high - tl.trans(high)) + (low - tl.trans(low))
+    below, above = rows[None, :] <= rows[:, None], rows[None, :] >= rows[:, None]
+    # Rows past the end have sums of 0, from which e^{−G_j} would be left.
+    left = tl.exp(tl.where(below & exist[:, None], gap, 0.0))
+    return left, tl.exp(tl.where(above & exist[None, :], -gap, 0.0))
+
+
+# ---- by way of states ----------------------------------------------------------------------------
+
+
+@triton.jit
+def gradients_of_asking(grad_output, solved, states, number, at, channels, META: tl.constexpr):
+    """Gradients of queries and of keys that ask the state before the chunk, without factors."""
+    batch, head, start, exist = at
+    asking = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
+    asked = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
+    element: tl.constexpr = grad_output.ptr.dtype.element_ty
+    for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
+        values = first + tl.arange(0, META.VALUE_TILE)
+        grads = load_rows_of(grad_output, batch, head, start, exist, values, META)
+        errors = load_rows_of(solved, batch, head, start, exist, values, META)
+        pointers, exists = state_pointers(states, number, channels, values, META, True)
+        state, unit = narrow(tl.load(pointers, mask=exists, other=0.0), element, 0)
         asking += tl.dot(grads, state, input_precision=META.PRECISION) * unit
-        asked -= tl.dot(errors, state, input_precision=META.PRECISION) * unit
-        written += tl.dot(rows, gradient, input_precision=META.PRECISION) * grad_unit
-    return asking, asked, written, flow
+        asked += tl.dot(errors, state, input_precision=META.PRECISION) * unit
+    return asking, -asked
+
+
+@triton.jit
+def gradients_of_writing(
+    updates, states, grad_states, number, at, channels, FLOWS: tl.constexpr, META: tl.constexpr
+):
+    """Gradients of keys that are written to the state behind the chunk, without factors; ⟨S, R⟩,
+    `by_channel`, if it FLOWS."""
+    batch, head, start, exist = at
+    written = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
+    flow = by_channel(written * 0.0, META)
+    element: tl.constexpr = updates.ptr.dtype.element_ty
+    for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
+        values = first + tl.arange(0, META.VALUE_TILE)
+        rows = load_rows_of(updates, batch, head, start, exist, values, META)
+        pointers, exists = state_pointers(grad_states, number, channels, values, META, True)
+        gradient = tl.load(pointers, mask=exists, other=0.0)
+        if FLOWS:
+            pointers, exists = state_pointers(states, number, channels, values, META, True)
+            state = tl.load(pointers, mask=exists, other=0.0)
+            flow += by_channel(state.to(tl.float32) * gradient.to(tl.float32), META)
+        gradient, unit = narrow(gradient, element, 0)
+        written += tl.dot(rows, gradient, input_precision=META.PRECISION) * unit
+    return written, flow
 
 
 @triton.jit
@@ -211,62 +267,59 @@ def by_channel(tile, META: tl.constexpr):
     return tl.sum(tile, 0) if META.BY_CHANNEL else tl.sum(tile)
 
 
-@triton.jit
-def within_chunk(
-    queries, keys, scaled_keys, so_far, of_scores, of_pairs, decay, sums, batch, head, start,
-    length, exist, channels, DTYPE: tl.constexpr, META: tl.constexpr,
-):  # fmt: skip
-    """Gradients so far and by way of pairs: of queries, of keys that ask, of keys that are written.
+# ---- by way of pairs -----------------------------------------------------------------------------
 
-    scaled_keys: beta · keys.
-    """
+
+@triton.jit
+def within_chunk_asking(
+    asking, asked, keys, pairs, decay, sums, batch, head, start, length, channels,
+    DTYPE: tl.constexpr, META: tl.constexpr,
+):  # fmt: skip
+    """Gradients so far and by way of pairs: of queries, and of keys that ask."""
     precision: tl.constexpr = META.PRECISION
-    asking, asked, written = so_far
-    rows = tl.arange(0, META.CHUNK)
-    at = batch, head, start
-    scores, scores_unit = load_pairs(of_scores, at, exist, rows, DTYPE, META, False)
-    pairs, pairs_unit = load_pairs(of_pairs, at, exist, rows, DTYPE, META, False)
-    later_scores, later_unit = load_pairs(of_scores, at, exist, rows, DTYPE, META, True)
-    later_pairs, last_unit = load_pairs(of_pairs, at, exist, rows, DTYPE, META, True)
     if META.BY_CHANNEL:
-        zero = tl.zeros_like(scores)
+        rows, zero = tl.arange(0, META.CHUNK), tl.zeros_like(pairs.scores)
         for level in range(0, META.LEVELS):  # not unrolled, as registers are few
             left = left_between(decay, sums, batch, head, start, length, channels, level, META)
             near = (keys * left).to(DTYPE)
             meet = pairs_of_level(rows, level)
-            found = tl.dot(tl.where(meet, scores, zero), near, input_precision=precision)
-            asking += left * (found * scores_unit)
-            found = tl.dot(tl.where(meet, pairs, zero), near, input_precision=precision)
-            asked += left * (found * pairs_unit)
-            meet = pairs_of_level_turned(rows, level)
-            near = (queries * left).to(DTYPE)
-            found = tl.dot(tl.where(meet, later_scores, zero), near, input_precision=precision)
-            written += left * (found * later_unit)
-            near = (scaled_keys * left).to(DTYPE)
-            found = tl.dot(tl.where(meet, later_pairs, zero), near, input_precision=precision)
-            written += left * (found * last_unit)
+            found = tl.dot(tl.where(meet, pairs.scores, zero), near, input_precision=precision)
+            asking += left * (found * pairs.scores_unit)
+            found = tl.dot(tl.where(meet, pairs.pairs, zero), near, input_precision=precision)
+            asked += left * (found * pairs.pairs_unit)
     else:
         near = keys.to(DTYPE)
-        asking += tl.dot(scores, near, input_precision=precision) * scores_unit
-        asked += tl.dot(pairs, near, input_precision=precision) * pairs_unit
-        near = queries.to(DTYPE)
-        written += tl.dot(later_scores, near, input_precision=precision) * later_unit
-        near = scaled_keys.to(DTYPE)
-        written += tl.dot(later_pairs, near, input_precision=precision) * last_unit
-    return asking, asked, written
+        asking += tl.dot(pairs.scores, near, input_precision=precision) * pairs.scores_unit
+        asked += tl.dot(pairs.pairs, near, input_precision=precision) * pairs.pairs_unit
+    return asking, asked
 
 
 @triton.jit
-def load_pairs(
-    view, at, exist, rows, DTYPE: tl.constexpr, META: tl.constexpr, TRANSPOSED: tl.constexpr
-):
-    """Gradients of pairs as an operand of a product, and what that is to be multiplied by.
-
-    at: batch entry, head and first row.
-    """
-    tile = load_channels(view, at[0], at[1], at[2], exist, rows, META.CHUNK, TRANSPOSED)
-    narrowed, unit = narrow(tile, DTYPE, 1)
-    return narrowed, unit
+def within_chunk_written(
+    written, queries, scaled_keys, pairs, decay, sums, batch, head, start, length, channels,
+    DTYPE: tl.constexpr, META: tl.constexpr,
+):  # fmt: skip
+    """Gradients so far and by way of pairs, of keys that are written. scaled_keys: beta · keys."""
+    precision: tl.constexpr = META.PRECISION
+    if META.BY_CHANNEL:
+        rows, zero = tl.arange(0, META.CHUNK), tl.zeros_like(pairs.scores)
+        for level in range(0, META.LEVELS):  # not unrolled, as registers are few
+            left = left_between(decay, sums, batch, head, start, length, channels, level, META)
+            meet = pairs_of_level_turned(rows, level)
+            near = (queries * left).to(DTYPE)
+            found = tl.dot(
+                tl.where(meet, pairs.later_scores, zero), near, input_precision=precision
+            )
+            written += left * (found * pairs.later_scores_unit)
+            near = (scaled_keys * left).to(DTYPE)
+            found = tl.dot(tl.where(meet, pairs.later_pairs, zero), near, input_precision=precision)
+            written += left * (found * pairs.later_pairs_unit)
+    else:
+        found = tl.dot(pairs.later_scores, queries.to(DTYPE), input_precision=precision)
+        written += found * pairs.later_scores_unit
+        found = tl.dot(pairs.later_pairs, scaled_keys.to(DTYPE), input_precision=precision)
+        written += found * pairs.later_pairs_unit
+    return written
 
 
 @triton.jit

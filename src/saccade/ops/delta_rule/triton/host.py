@@ -2,6 +2,8 @@
 
 forwards:   sums of decay, lengths of rows → pairs of all chunks → scan
 backwards:  the same, the scan keeping states → scan back → gradients of all rows → sums over heads
+
+Where few sequences are long, states between their segments come before a scan (segments.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from saccade.gpu.kernel_args import Extent, row_strides, there_are, view
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.delta_rule.triton import configs
 from saccade.ops.delta_rule.triton.chunk_rows import Decay, Factors, Faded, delta_norms, delta_sums
 from saccade.ops.delta_rule.triton.chunk_scan import (
     ScanMeta,
@@ -28,10 +31,15 @@ from saccade.ops.delta_rule.triton.configs import DeltaConfig, choose
 from saccade.ops.delta_rule.triton.gradients import (
     GradientMeta,
     delta_gradients,
-    delta_pair_gradients,
     delta_sum_heads,
 )
 from saccade.ops.delta_rule.triton.recurrent_step import Pool, StepMeta, delta_step
+from saccade.ops.delta_rule.triton.segments import (
+    JoinMeta,
+    SegmentsMeta,
+    delta_join_segments,
+    delta_segments,
+)
 from saccade.runtime.delta_spec import (
     DeltaGradients,
     DeltaInputs,
@@ -44,6 +52,7 @@ from saccade.runtime.spec import KernelConfig, precision
 
 ROWS = 32  # at a time, of kernels that look at each row alone
 SUMMED = 32  # channels at a time whose decay is summed up
+JOINED_TILE = 16  # channels of values at a time, of states that are joined
 STEP_NUMBERS = 4096  # of a state, in registers of a program of the step
 
 _call_specs: dict[Any, DeltaCallSpec] = {}
@@ -58,7 +67,9 @@ def forward(inputs: DeltaInputs, variant: DeltaVariant, config: KernelConfig) ->
     """Output and last state; see `saccade.gated_delta_rule`."""
     call = DeltaCall.of(inputs, variant, config).prepared()
     results = empty_delta_results(inputs)
-    call.scan(call.system(), output=results.output, after=results.state)
+    system, before = call.system(), call.initial()
+    moves = call.moves(system, first=before is not None, last=False)
+    call.scan(system, call.between(moves, before), output=results.output, after=results.state)
     return results
 
 
@@ -80,8 +91,14 @@ def backward(
     system = call.system()
     updates, solved = (call.rows(inputs.value.shape[-1]) for _ in range(2))
     states, grad_states = call.chunk_states(), call.chunk_states()
-    call.scan(system, updates=updates, states=states)
-    call.scan_back(system, grad_output, solved, grad_states, grad_state, gradients.initial_state)
+    before = call.initial()
+    ending = None if grad_state is None else grad_state.float().contiguous()
+    moves = call.moves(system, first=before is not None, last=ending is not None)
+    call.scan(system, call.between(moves, before), updates=updates, states=states)
+    if moves is not None:
+        call.scan_back(system, grad_output, first=moves.alone)
+        ending = call.between(moves, ending, reverse=True)
+    call.scan_back(system, grad_output, solved, grad_states, ending, into=gradients.initial_state)
     call.gradients(grad_output, (updates, solved, states, grad_states), gradients)
     return gradients
 
@@ -117,9 +134,11 @@ class DeltaCallSpec(NamedTuple):
     head_dim: int
     value_dim: int
     by_channel: bool
+    dtype: torch.dtype
     variant: DeltaVariant
     precision: str
     config: DeltaConfig
+    segment: int  # rows; 0: sequences are not cut
     launches: dict[Any, Launch]
 
     @staticmethod
@@ -128,6 +147,7 @@ class DeltaCallSpec(NamedTuple):
         query, value = inputs.query, inputs.value
         widths = next_width(max(query.shape[-1], 1)), next_width(max(value.shape[-1], 1))
         wide, by_channel = query.dtype == torch.float32, inputs.decay_by_channel
+        found = choose(call_spec.architecture(query), *widths, wide, by_channel, config)
         return DeltaCallSpec(
             packed=inputs.packed,
             device=current_device(query),
@@ -138,11 +158,35 @@ class DeltaCallSpec(NamedTuple):
             head_dim=query.shape[-1],
             value_dim=value.shape[-1],
             by_channel=by_channel,
+            dtype=query.dtype,
             variant=variant,
             precision=precision(query.dtype),
-            config=choose(call_spec.architecture(query), *widths, wide, by_channel, config),
+            config=found,
+            segment=DeltaCallSpec.segment_of(inputs, found) * found.chunk,
             launches={},
         )
+
+    @staticmethod
+    def segment_of(inputs: DeltaInputs, config: DeltaConfig) -> int:
+        """Chunks of a segment; 0: sequences are not cut."""
+        sequences, value_dim = inputs.num_sequences, inputs.value.shape[-1]
+        programs = sequences * inputs.value_heads * -(-value_dim // config.tile)
+        if programs == 0:
+            return 0
+        length = inputs.query.shape[0] // sequences if inputs.packed else inputs.query.shape[2]
+        chunks, moves = -(-length // config.chunk), inputs.query.shape[-1] / value_dim
+        processors = call_spec.multiprocessors(inputs.query)
+        return configs.segment(programs, chunks, moves, processors)
+
+    @property
+    def solved(self) -> str:
+        """How a triangular system is inverted: exactly enough for the dtype it is held in."""
+        return {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(self.dtype, "ieee")
+
+    @property
+    def joined(self) -> str:
+        """How products of states are computed: tf32 for half types, whose rounding is coarser."""
+        return self.precision if self.dtype == torch.float32 else "tf32"
 
     @property
     def group(self) -> int:
@@ -162,9 +206,11 @@ class DeltaCallSpec(NamedTuple):
             "VALUE_DIM": self.value_dim,
             "CHUNK": self.config.chunk,
             "LEVELS": self.config.chunk.bit_length() - 1,
+            "SEGMENT": self.segment,
             "BY_CHANNEL": self.by_channel,
             "PACKED": self.packed,
             "PRECISION": self.precision,
+            "SOLVED": self.solved,
         }
 
 
@@ -178,6 +224,13 @@ class System(NamedTuple):
     def known(self) -> list[Tensor]:
         """The tensors that scans read."""
         return [self.inverse, self.weights, *(self.faded or ())]
+
+
+class Moves(NamedTuple):
+    """What each segment and head makes of a state S before it: moved · S + alone."""
+
+    moved: Tensor
+    alone: Tensor
 
 
 class DeltaCall(NamedTuple):
@@ -303,28 +356,98 @@ class DeltaCall(NamedTuple):
         query, key, kept = system.faded or (query, key, key)
         return self.view(query), self.view(key), self.view(kept)
 
-    def _scan_launch(self, kernel: Any, *absent: int) -> tuple[Launch, int]:
-        """A scan, and how many programs it takes; absent: of what only some calls have."""
+    def _scan_launch(
+        self, kernel: Any, *absent: Any, nan_safe: bool = False, move_tiles: int = 0, **more: Any
+    ) -> tuple[Launch, int]:
+        """A scan, and how many programs it takes; absent: of what only some calls have.
+
+        move_tiles: tiles besides those of channels of values.
+        """
         spec, config = self.spec, self.spec.config
-        tiles = -(-spec.value_dim // config.tile)
+        tile = max(config.tile // 2, 16) if nan_safe else config.tile  # it has more to hold
+        tiles = -(-spec.value_dim // tile)
         constants = {
-            **spec.constants(), "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_TILE": config.tile,
-            "TILES": tiles,
+            **spec.constants(), "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_TILE": tile,
+            "TILES": tiles, "NAN_SAFE": nan_safe, "MOVE_TILES": move_tiles, **more,
         }  # fmt: skip
+        meta = SegmentsMeta if move_tiles else ScanMeta
         launch = self.launch(
-            kernel, constants, config.num_warps, config.num_stages, ScanMeta, absent
+            kernel, constants, config.num_warps, config.num_stages, meta, nan_safe, *absent
         )
-        return launch, spec.sequences * spec.value_heads * tiles
+        scans = spec.sequences * spec.value_heads
+        if spec.segment:
+            scans = spec.extent(spec.value_heads).programs(spec.segment)
+        return launch, scans * (tiles + move_tiles)
+
+    def initial(self) -> Tensor | None:
+        """The states before the first tokens, as kernels take them."""
+        before = self.inputs.initial_state
+        return None if before is None else before.float().contiguous()
+
+    def moves(self, system: System, *, first: bool, last: bool) -> Moves | None:
+        """What segments make of states, where sequences are cut; the first segment's and the last
+        one's only where something comes before and after them."""
+        spec, inputs = self.spec, self.inputs
+        if spec.segment == 0:
+            return None
+        tiles = -(-next_width(spec.head_dim) // spec.config.tile)
+        ends = ("both" if last else "first") if first else ("last" if last else "none")
+        launch, programs = self._scan_launch(delta_segments, ends, move_tiles=tiles, ENDS=ends)
+        found = Moves(
+            *(self.segment_states(columns) for columns in (spec.head_dim, spec.value_dim))
+        )
+
+        def arguments() -> tuple[Any, ...]:
+            _, key, kept = self._asking(system)
+            return (
+                key, kept, self.view(inputs.value), self.factors(), self.view(inputs.beta),
+                self.decay(), self.view(system.inverse), *found,
+            )  # fmt: skip
+
+        tensors = [*self.known(), *system.known(), *found]
+        launch(programs, spec.device, tensors, arguments)
+        return found
+
+    def segment_states(self, columns: int) -> Tensor:
+        """Memory for [head_dim, columns] of each segment and head."""
+        spec = self.spec
+        programs = spec.extent(spec.value_heads).programs(spec.segment)
+        shape = (programs, spec.head_dim, columns)
+        return self.inputs.value.new_empty(shape, dtype=torch.float32)
+
+    def between(
+        self, moves: Moves | None, outer: Tensor | None, reverse: bool = False
+    ) -> Tensor | None:
+        """The states before all segments, or gradients of those behind them, from the outermost."""
+        spec, inputs = self.spec, self.inputs
+        if moves is None:
+            return outer
+        tile = min(JOINED_TILE, next_width(spec.value_dim))
+        tiles = -(-spec.value_dim // tile)
+        constants = {
+            **spec.constants(), "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_TILE": tile,
+            "TILES": tiles, "REVERSE": reverse, "JOINED": spec.joined,
+        }  # fmt: skip
+        launch = self.launch(delta_join_segments, constants, 4, 1, JoinMeta, reverse, outer is None)
+        found = self.segment_states(spec.value_dim)
+        tensors = there_are((inputs.cu_seqlens, inputs.beta, *moves, outer, found))
+        launch(
+            spec.sequences * spec.value_heads * tiles, spec.device, tensors,
+            lambda: (self.view(inputs.beta), *moves, outer, found),
+        )  # fmt: skip
+        return found
 
     def scan(
-        self, system: System, output: Tensor | None = None, after: Tensor | None = None,
-        updates: Tensor | None = None, states: Tensor | None = None,
+        self, system: System, before: Tensor | None, output: Tensor | None = None,
+        after: Tensor | None = None, updates: Tensor | None = None, states: Tensor | None = None,
     ) -> None:  # fmt: skip
-        """Write the output and the last state; or what gradients are made of, for each chunk."""
+        """Write the output and the last state; or what gradients are made of, for each chunk.
+
+        before: states before sequences, or their segments.
+        """
         spec, inputs = self.spec, self.inputs
-        before = inputs.initial_state
-        before = None if before is None else before.float().contiguous()
-        launch, programs = self._scan_launch(delta_forward_scan, output is None, after is None)
+        absent = output is None, after is None, before is None
+        launch, programs = self._scan_launch(delta_forward_scan, *absent)
 
         def arguments() -> tuple[Any, ...]:
             asks, (query, key, kept) = output is not None, self._asking(system)
@@ -336,35 +459,43 @@ class DeltaCall(NamedTuple):
             )  # fmt: skip
 
         tensors = there_are((*system.known(), output, after, updates, states, before))
-        launch(programs, spec.device, [*self.known(), *tensors], arguments)
+        tensors = [*self.known(), *tensors]
+        launch(programs, spec.device, tensors, arguments)
+        if output is not None:
+            launch, programs = self._scan_launch(delta_forward_scan, *absent, nan_safe=True)
+            launch(programs, spec.device, tensors, arguments)
 
     def scan_back(
-        self, system: System, grad_output: Tensor, solved: Tensor, grad_states: Tensor,
-        ending: Tensor | None, first: Tensor | None,
+        self, system: System, grad_output: Tensor, solved: Tensor | None = None,
+        grad_states: Tensor | None = None, ending: Tensor | None = None,
+        first: Tensor | None = None, into: Tensor | None = None,
     ) -> None:  # fmt: skip
         """Write `solved` and the gradients of states; of the initial one too, where there is one.
 
-        ending: gradients of the last states, or None.
+        ending: gradients of states behind sequences, or their segments; or None. first: without
+        `solved`, memory for the gradient before each segment. into: what the gradient of the
+        initial state is copied to.
         """
         spec, inputs = self.spec, self.inputs
-        ending = None if ending is None else ending.float().contiguous()
-        into = None if first is None else first.new_empty(first.shape, dtype=torch.float32)
+        if into is not None:
+            first = into.new_empty(into.shape, dtype=torch.float32)
         launch, programs = self._scan_launch(
-            delta_reverse_scan, ending is None, first is None, *grad_output.stride()
-        )
+            delta_reverse_scan, solved is None, ending is None, first is None,
+            *grad_output.stride(),
+        )  # fmt: skip
 
         def arguments() -> tuple[Any, ...]:
             return (
                 *self._asking(system), self.view(grad_output), self.factors(),
                 self.view(inputs.beta), self.decay(), self.view(system.inverse),
-                self.view(system.weights), self.view(solved), grad_states, ending, into,
+                self.view(system.weights), self.view(solved), grad_states, ending, first,
                 spec.variant.scale,
             )  # fmt: skip
 
-        tensors = there_are((*system.known(), grad_output, solved, grad_states, ending, into))
+        tensors = there_are((*system.known(), grad_output, solved, grad_states, ending, first))
         launch(programs, spec.device, [*self.known(), *tensors], arguments)
-        if first is not None and into is not None:
-            first.copy_(into)
+        if into is not None and first is not None:
+            into.copy_(first)
 
     def gradients(
         self, grad_output: Tensor, kept: tuple[Tensor, ...], gradients: DeltaGradients
@@ -377,40 +508,25 @@ class DeltaCall(NamedTuple):
             of_query, of_key = (self.rows(spec.head_dim, torch.float32) for _ in range(2))
         constants = {
             **spec.constants(), "KEY_TILE": config.gradient_tile,
-            "VALUE_TILE": config.gradient_tile,
+            "VALUE_TILE": config.gradient_values,
         }  # fmt: skip
         updates, solved, *states = kept
-        # float16 ends at 65504, so there they are narrowed by factors, when they are read.
-        dtype = torch.float32 if inputs.query.dtype == torch.float16 else inputs.query.dtype
-        of_scores, of_pairs = (self.rows(config.chunk, dtype) for _ in range(2))
-        shape = inputs.beta.shape
-        own, of_beta = (inputs.beta.new_zeros(shape, dtype=torch.float32) for _ in range(2))
-        programs = spec.extent(spec.value_heads).programs(config.chunk)
+        options = config.gradient_warps, config.gradient_stages, GradientMeta
+        launch = self.launch(delta_gradients, constants, *options, *grad_output.stride())
 
-        def of_rows_alone() -> tuple[Any, ...]:
-            rows = inputs.value, grad_output, inputs.beta
-            written = updates, solved, of_scores, of_pairs, own, of_beta, gradients.value
-            return (
-                *map(self.view, rows), self.decay(), *map(self.view, written), spec.variant.scale,
-            )  # fmt: skip
-
-        def of_channels() -> tuple[Any, ...]:
-            rows = inputs.query, inputs.key, grad_output
-            pairs = of_scores, of_pairs, own, of_query, of_key, of_beta, gradients.decay
+        def arguments() -> tuple[Any, ...]:
+            rows = inputs.query, inputs.key, inputs.value, grad_output
+            written = of_query, of_key, gradients.value, gradients.beta, gradients.decay
             return (
                 *map(self.view, rows), self.factors(), self.view(inputs.beta), self.decay(),
-                self.view(updates), self.view(solved), *states, *map(self.view, pairs),
+                self.view(updates), self.view(solved), *states, *map(self.view, written),
                 spec.variant.scale,
             )  # fmt: skip
 
-        made = of_scores, of_pairs, own, of_beta, gradients.value, of_query, of_key
+        made = of_query, of_key, gradients.value, gradients.beta
         tensors = [*self.known(), grad_output, *kept, *made, *there_are((gradients.decay,))]
-        options = config.gradient_warps, 1, GradientMeta, grad_output.stride()
-        for kernel, arguments in (
-            (delta_pair_gradients, of_rows_alone), (delta_gradients, of_channels),
-        ):  # fmt: skip
-            self.launch(kernel, constants, *options)(programs, spec.device, tensors, arguments)
-        gradients.beta.copy_(of_beta)
+        programs = spec.extent(spec.value_heads).programs(config.chunk)
+        launch(programs, spec.device, tensors, arguments)
         if not alone:
             norms = self.norms or (None, None)
             self._sum_heads("query", of_query, inputs.query, norms[0], gradients.query)
@@ -443,7 +559,7 @@ class DeltaCall(NamedTuple):
             "TILES": tiles, "NORMALIZE": spec.variant.normalize_qk,
         }  # fmt: skip
         entries = None if slots is None else len(states)
-        launch = self.launch(delta_step, constants, 4, 1, StepMeta, entries)
+        launch = self.launch(delta_step, constants, 4, 1, StepMeta, entries, states.dtype)
 
         def arguments() -> tuple[Any, ...]:
             rows = (inputs.query, inputs.key, inputs.value, inputs.beta, inputs.decay, output)

@@ -1,0 +1,160 @@
+"""The gated delta rule, segments: the state before each part of a long sequence, all at once.
+
+A scan takes the chunks of a sequence one after the other, so few long sequences leave a GPU idle.
+What a chunk makes of the state S before it is linear in S, so a segment of chunks makes
+
+    S ← M S + N
+
+N is what the segment makes of zeros, and M what it makes of the columns of the identity, if nothing
+is wanted of its keys (values are 0): the same scan, with head_dim columns more. Segments know
+nothing of one another, so all N and M are made side by side; then a product for each segment, in
+turn, gives the state before the next one (`delta_join_segments`), and the scans proper start from
+these, side by side again. Backwards, the gradient of the state goes R ← Mᵀ R + N', with the same M,
+and N' what `delta_reverse_scan` makes of a gradient of 0 behind its segment.
+
+Twice to three times the work of one scan, in a fraction of its steps: configs.py tells when.
+"""
+
+# To Triton a condition on a constexpr is no branch: what one sets, the next may read.
+# pyright: reportAttributeAccessIssue=false
+# pyright: reportPossiblyUnboundVariable=false, reportGeneralTypeIssues=false
+# pyright: reportAssignmentType=false, reportArgumentType=false
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from saccade.gpu.features import narrow
+from saccade.gpu.language import tl, triton
+from saccade.gpu.tensor_view import first_slot, num_rows, wide
+from saccade.ops.delta_rule.triton.chunk_rows import load_channels, state_pointers
+from saccade.ops.delta_rule.triton.chunk_scan import (
+    columns_of,
+    load_state,
+    segment_of,
+    state_behind,
+    updates_of,
+)
+
+
+class JoinMeta(NamedTuple):
+    """What is known of states between segments when their kernel is compiled."""
+
+    HEADS: int  # value heads
+    HEAD_DIM: int
+    HEAD_WIDTH: int
+    VALUE_DIM: int
+    VALUE_TILE: int
+    TILES: int
+    SEGMENT: int
+    PACKED: bool
+    REVERSE: bool
+    JOINED: str  # how exact products of states are
+
+
+class SegmentsMeta(NamedTuple):
+    """What is known of M and N when their kernel is compiled; see `ScanMeta`."""
+
+    GROUP: int
+    HEADS: int
+    HEAD_DIM: int
+    HEAD_WIDTH: int
+    VALUE_DIM: int
+    VALUE_TILE: int  # of M too
+    TILES: int  # of N
+    MOVE_TILES: int
+    CHUNK: int
+    SEGMENT: int
+    BY_CHANNEL: bool
+    PACKED: bool
+    PRECISION: str
+    NAN_SAFE: bool
+    ENDS: str  # "first", "last", "both" or "none": which of these segments' M are asked for
+
+
+@triton.jit
+def delta_segments(
+    key, kept, value, factors, beta, decay, inverse, moved, alone, META: tl.constexpr
+):
+    """One program: N of a segment of one head for a tile of channels of values, or M for a tile of
+    columns of the identity.
+
+    moved, alone: memory for M [head_dim, head_dim] and N of each segment and head. Where nobody
+    asks for them, something else is written.
+    """
+    program = tl.program_id(0)
+    tiles: tl.constexpr = META.TILES + META.MOVE_TILES
+    batch, head, first, num_chunks, number, is_first, is_last = segment_of(
+        inverse, program // tiles, META
+    )
+    tile = program % tiles
+    moves = tile >= META.TILES
+    idle = is_last & (moves == 0)
+    if META.ENDS == "first" or META.ENDS == "none":
+        idle = idle | is_last
+    if META.ENDS == "last" or META.ENDS == "none":
+        idle = idle | (is_first & moves)
+    num_chunks = tl.where(idle, 0, num_chunks)
+    channels, values = columns_of(tl.where(moves, tile - META.TILES, tile), META)
+    on_diagonal = (channels[:, None] == values[None, :]) & moves
+    state = tl.where(on_diagonal, 1.0, 0.0)
+    length = num_rows(inverse, batch)
+    pairs = tl.arange(0, META.CHUNK)
+    element: tl.constexpr = value.ptr.dtype.element_ty
+    for chunk in range(first, first + num_chunks):
+        start = chunk * META.CHUNK
+        exist = start + pairs < length
+        narrowed, unit = narrow(state, element, 0)
+        wanted = load_channels(
+            value, batch, head, start, exist & (moves == 0), values, META.VALUE_DIM, False
+        )
+        written, keys = updates_of(
+            narrowed, unit, wanted, key, factors, beta, decay, inverse, batch, head, start, length,
+            exist, channels, META,
+        )  # fmt: skip
+        state = state_behind(
+            state, written, element, keys, kept, factors, decay, batch, head, start, length, exist,
+            channels, META,
+        )  # fmt: skip
+    pointers, exists = state_pointers(alone, number, channels, values, META)
+    tl.store(pointers, state, mask=exists & (moves == 0))
+    pointers, exists = move_pointers(moved, number, channels, values, META.HEAD_DIM)
+    tl.store(pointers, state, mask=exists & moves)
+
+
+@triton.jit
+def move_pointers(memory, number, rows, columns, DIM: tl.constexpr):
+    """Addresses of rows × columns of what moves a state [head_dim, head_dim], and which exist."""
+    first = memory + wide(number) * (DIM * DIM)
+    exists = (rows < DIM)[:, None] & (columns < DIM)[None, :]
+    return first + (rows[:, None] * DIM + columns[None, :]), exists
+
+
+@triton.jit
+def delta_join_segments(rows, moved, alone, outer, between, META: tl.constexpr):
+    """One program: the states before all segments of one sequence and head, for a tile of channels
+    of values; REVERSE: the gradients of those behind them.
+
+    rows: a View. outer: memory of float32 initial states, or gradients of last ones; or None.
+    between: memory for a state of each segment and head.
+    """
+    program = tl.program_id(0)
+    number = program // META.TILES
+    batch, head = number // META.HEADS, number % META.HEADS
+    channels, values = columns_of(program % META.TILES, META)
+    state = load_state(outer, number, channels, values, META)
+    num_segments = tl.maximum(tl.cdiv(num_rows(rows, batch), META.SEGMENT), 1)
+    slot = first_slot(rows.data, batch, META.SEGMENT) if META.PACKED else batch * num_segments
+    for index in range(0, num_segments):
+        segment = num_segments - 1 - index if META.REVERSE else index
+        here = (slot + segment) * META.HEADS + head
+        pointers, exists = state_pointers(between, here, channels, values, META)
+        tl.store(pointers, state, mask=exists)
+        if META.REVERSE:
+            at, there = move_pointers(moved, here, channels, channels, META.HEAD_DIM)
+            moves = tl.trans(tl.load(at, mask=there, other=0.0))
+        else:
+            at, there = move_pointers(moved, here, channels, channels, META.HEAD_DIM)
+            moves = tl.load(at, mask=there, other=0.0)
+        state = tl.dot(moves, state, input_precision=META.JOINED)
+        state += load_state(alone, here, channels, values, META)
