@@ -484,21 +484,28 @@ def times_on_cpu(task: DeltaTask) -> dict[str, Any]:
 
 def kernels_of(task: DeltaTask, libraries: Sequence[str]) -> None:
     """Print what each kernel takes in one call."""
-    from torch.profiler import ProfilerActivity, profile
-
     rows = rows_of(task, "cuda")
     for library in libraries:
         for name, maker in (("forward", forward_of), ("backward", gradients_of)):
             if task.step and name == "backward":
                 continue
-            run: Any = maker(library, rows)
-            run()
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
-                run()
-                torch.cuda.synchronize()
-            spent = sorted(seen.key_averages(), key=lambda each: -each.device_time_total)
-            parts = [f"{each.key[:44]} {each.device_time_total:.0f}" for each in spent[:9]]
-            print(f"{task.name} {name} by {library}, us: {', '.join(parts)}", flush=True)
+            try:
+                spent = profiled(maker(library, rows))
+            except Exception as error:  # the others are to be told
+                spent = f"{type(error).__name__}: {error}"[:200]
+            print(f"{task.name} {name} by {library}, us: {spent}", flush=True)
+
+
+def profiled(run: Callable[[], object]) -> str:
+    """The kernels of a call that take longest."""
+    from torch.profiler import ProfilerActivity, profile
+
+    run()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        run()
+        torch.cuda.synchronize()
+    spent = sorted(seen.key_averages(), key=lambda each: -each.device_time_total)
+    return ", ".join(f"{each.key[:44]} {each.device_time_total:.0f}" for each in spent[:9])
 
 
 # ---- the command line ----------------------------------------------------------------------------
@@ -589,7 +596,7 @@ class Report:
             print(f"{task.name} errors of {library}: {type(error).__name__}: {error}"[:400])
             return
         errors = {name: float(f"{value:.2g}") for name, value in found.items()}
-        self.add(task, {"pass": "errors", "by": library, **errors})
+        self.add(task, {"pass": "errors", "by": library, "errors": errors})
 
 
 def on_gpu(asked: argparse.Namespace, report: Report) -> None:
