@@ -154,7 +154,7 @@ class TestCompile:
         torch.manual_seed(3)
         assert_alike(run(compiled, *tensors), expected)
 
-    @pytest.mark.slow  # a C++ compiler's minute; models of transformers are compiled so in every run
+    @pytest.mark.slow  # a C++ compiler's minute; transformers' models are compiled so in every run
     @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor on a CPU needs a compiler")
     @torch._inductor.config.patch(fx_graph_cache=False)  # the cache does not know operators' code
     def test_inductor(self) -> None:
