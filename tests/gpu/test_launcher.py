@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import struct
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType, SimpleNamespace
@@ -315,6 +316,44 @@ def test_a_kernel_that_wants_more_is_started_by_triton(
     assert launch.start is None
 
 
+def test_new_kernels_of_a_pass_are_compiled_side_by_side(
+    on_gpu: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is found once, by a thread of its own, before any is started; a known one is not."""
+    met, found, loaded = threading.Barrier(2, timeout=20), [], []
+
+    def find(kernel: Any, arguments: Arguments, options: Any, architecture: str) -> Any:
+        met.wait()
+        found.append(kernel.__name__)
+        return kernel.__name__, "the compiler"
+
+    class Loaded(NotingVariant):
+        def __init__(self, kernel: Any, given: Any, options: Any, device: int, known: Any) -> None:
+            super().__init__(given)
+            loaded.append((kernel.__name__, known and known[0]))
+
+    monkeypatch.setattr(machine_code, "find", find)
+    monkeypatch.setattr(machine_code, "Variant", Loaded)
+    monkeypatch.setattr(machine_code, "architecture_of", lambda device: "sm_90")
+    for memory in ("_variants", "_ahead"):
+        monkeypatch.setattr(machine_code, memory, {})
+    kernels = [Kernel("a", "b", "c", "d", "SIZE") for _ in range(3)]
+    for number, kernel in enumerate(kernels):
+        kernel.__name__ = str(number)
+    known, *new = (Launch(kernel, {"SIZE": 64}, {}) for kernel in kernels)
+    tensors = three()
+
+    def run() -> None:
+        for launch in (known, *new, new[0]):
+            launch(3, 0, tensors, lambda: made(tensors))
+
+    known(3, 0, tensors, lambda: made(tensors))
+    launcher.compile_side_by_side(run, 0)
+    assert sorted(found) == ["1", "2"] and loaded == [("0", None)]
+    run()
+    assert loaded == [("0", None), ("1", "1"), ("2", "2")] and not machine_code._ahead
+
+
 # ---- the library's own launches -----------------------------------------------------------------
 
 
@@ -362,6 +401,8 @@ def recorded(on_gpu: list[int], encoded: list[int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
     monkeypatch.setattr(recording, "RECORDS", False)
+    for module in (host, hopper_host):
+        monkeypatch.setattr(module, "compile_side_by_side", lambda run, device: True)
     for module, memories in (
         (host, ("_forwards", "_lengths", "_specs", "_launches")),
         (hopper_host, ("_forwards", "_lengths", "_kinds", "_backwards")),

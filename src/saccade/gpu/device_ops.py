@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from saccade.gpu.language import tl, triton
+from saccade.gpu.language import is_hopper, tl, triton
 from saccade.gpu.signature import ALIGNMENT, FIXED, Length, fixed
 from saccade.gpu.tensor_view import wide
 
@@ -335,8 +335,21 @@ def up_to_last(index, table, DIM: tl.constexpr):
 
 @triton.jit
 def entry(index, table, DIM: tl.constexpr):
-    """The offset of an index that counts from the end where it is below 0, as in Python."""
-    return nearest(tl.where(index < 0, index + table[1][DIM], index), table, DIM)
+    """The offset of an index that counts from the end where it is below 0, as in Python.
+
+    One outside of the table's entries is brought inside by one comparison of numbers without signs.
+    """
+    counted = tl.where(index < 0, index + table[1][DIM], index)
+    last = table[1][DIM] - 1 + 0 * counted
+    if last.dtype == tl.int64:
+        inside = tl.minimum(
+            counted.to(tl.int64).to(tl.uint64, bitcast=True), last.to(tl.uint64, bitcast=True)
+        ).to(tl.int64, bitcast=True)
+    else:
+        inside = tl.minimum(
+            counted.to(tl.uint32, bitcast=True), last.to(tl.uint32, bitcast=True)
+        ).to(tl.int32, bitcast=True)
+    return wide(inside) * table[2][DIM]
 
 
 @triton.jit
@@ -344,6 +357,34 @@ def read(table, offset, DIMS: tl.constexpr):
     """The entries of a table at offsets in elements."""
     tl.static_assert(len(table[1]) == DIMS, "take: needs one index for each dimension of a table")
     return tl.load(table[0] + offset)
+
+
+LOAD_4_BYTES: Any = tl.constexpr("ld.global.b32 $0, [$1];")
+LOAD_8_BYTES: Any = tl.constexpr("ld.global.b64 $0, [$1];")
+
+
+@triton.jit
+def gather(table, offset, DIMS: tl.constexpr):
+    """`read` of entries that do not lie side by side.
+
+    As a load of Triton's, the entries of coming tiles would go to shared memory one by one and wait
+    there, a tile of them for each stage, so that fewer programs share a multiprocessor. What was
+    timed is Hopper; 16 bits and fewer are not loaded ahead anyway.
+    """
+    tl.static_assert(len(table[1]) == DIMS, "take: needs one index for each dimension of a table")
+    pointers = table[0] + offset
+    DTYPE: tl.constexpr = pointers.dtype.element_ty
+    if is_hopper() and DTYPE.primitive_bitwidth == 32:
+        entries = tl.inline_asm_elementwise(
+            LOAD_4_BYTES, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        ).to(DTYPE, bitcast=True)
+    elif is_hopper() and DTYPE.primitive_bitwidth == 64:
+        entries = tl.inline_asm_elementwise(
+            LOAD_8_BYTES, "=l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
+        ).to(DTYPE, bitcast=True)
+    else:
+        entries = tl.load(pointers)
+    return entries
 
 
 # ---- quantize ------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ class Launch:
             return
         if INTERPRETED or device is None:
             self._interpret(programs, arguments)
+        elif (noted := getattr(_noting, "launches", None)) is not None:
+            noted.append((self.kernel, self.arguments(arguments()), self.options))
         elif torch._C._cuda_getDevice() != device:
             with torch.cuda.device(device):
                 self(programs, device, tensors, arguments)
@@ -163,6 +165,26 @@ class Launch:
     def arguments(self, values: tuple[Any, ...]) -> Arguments:
         """All that the kernel takes: what `MakeArguments` gave, then its constants."""
         return Arguments(values, self.form.constants, self.form.key)
+
+
+_noting = threading.local()  # what a thread notes instead of starting it
+
+
+def compile_side_by_side(run: Callable[[], Any], device: int | None) -> bool:
+    """Compile what `run` would start for the first time, by a thread each, and start none of it.
+
+    Kernels of one pass come one after the other, and so would their compilations: Triton lets
+    other threads run in most of that time.
+    """
+    if INTERPRETED or device is None:
+        return True
+    _noting.launches = noted = []
+    try:
+        run()
+    finally:
+        del _noting.launches
+    machine_code.find_side_by_side(noted, device)
+    return True
 
 
 def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[str, Any]:

@@ -16,7 +16,8 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from saccade.gpu import driver, stored_code
@@ -47,10 +48,13 @@ class Variant:
     """A kernel's machine code on one device."""
 
     def __init__(
-        self, kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int
-    ):
+        self, kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int,
+        known: Found | None = None,
+    ):  # fmt: skip
+        """known: what `find` gave of it."""
         self.device = device
-        found, self.origin = find(kernel, arguments, options, architecture_of(device))
+        known = known or find(kernel, arguments, options, architecture_of(device))
+        found, self.origin = known
         self.by_triton = ""
         """Why Triton's own launcher has to start it; "": it need not."""
         if not isinstance(found, MachineCode):
@@ -96,9 +100,12 @@ class Variant:
             driver.check(result, f"starting {self.name}")
 
 
+Found = tuple[MachineCode | tuple[Any, str], str]
+
+
 def find(
     kernel: Function, arguments: Arguments, options: Mapping[str, Any], architecture: str
-) -> tuple[MachineCode | tuple[Any, str], str]:
+) -> Found:
     """A variant's machine code and where it came from; else Triton's kernel, and why it is that."""
     told = stored_code.told_triton()  # then what is stored is not what was asked for
     address = None if told else address_of(kernel, arguments, options, architecture)
@@ -202,17 +209,39 @@ def remark() -> str | None:
 
 
 _variants: dict[Any, Variant] = {}
+_ahead: dict[Any, Found] = {}  # what was found and is not loaded yet
 
 
 def variant(
     kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int
 ) -> Variant:
     """The machine code for such arguments on a device; found and loaded if it is new."""
-    key = (kernel, device, *sorted(options.items()), arguments.key)
+    key = _key(kernel, arguments, options, device)
     found = _variants.get(key)
     if found is None:
-        found = _variants[key] = Variant(kernel, arguments, options, device)
+        known = _ahead.pop(key, None)
+        found = _variants[key] = Variant(kernel, arguments, options, device, known)
     return found
+
+
+def find_side_by_side(
+    wanted: Sequence[tuple[Function, Arguments, Mapping[str, Any]]], device: int
+) -> None:
+    """Find what is new of several variants, by a thread each; `variant` loads it."""
+    new = {_key(*one, device): one for one in wanted}
+    new = {key: one for key, one in new.items() if key not in _variants}
+    if len(new) < 2:
+        return
+    architecture = architecture_of(device)
+    with ThreadPoolExecutor(len(new)) as threads:
+        found = threads.map(lambda one: find(*one, architecture), new.values())
+        _ahead.update(zip(new, found, strict=True))
+
+
+def _key(
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int
+) -> tuple[Any, ...]:
+    return kernel, device, *sorted(options.items()), arguments.key
 
 
 @functools.cache

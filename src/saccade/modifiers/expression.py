@@ -455,6 +455,28 @@ def needs_width(expression: Expression, step: Step) -> bool:
     return any(of.op in READS for of in operands) or _num_numbers(expression, step) > 1
 
 
+@functools.lru_cache(maxsize=1024)
+def only_index(expression: Expression) -> tuple[bool, ...]:
+    """For each step, whether nothing uses it but indices of captured tensors, through sums and
+    products.
+
+    Those are right where 32 bits hold the index, whatever their parts go through on the way; and
+    what an index outside of its tensor reads is not said (`read`, not `take`).
+    """
+    uses: list[list[int]] = [[] for _ in expression]
+    for number, step in enumerate(expression):
+        for operand in step.operands:
+            uses[operand].append(number)
+    found = [False] * len(expression)
+    for number in reversed(range(len(expression))):
+        of = [expression[use] for use in uses[number]]
+        found[number] = bool(of) and all(
+            step.op == "read" or (step.op in ("+", "-", "*", "neg") and found[use])
+            for step, use in zip(of, uses[number], strict=True)
+        )
+    return tuple(found)
+
+
 def may_overflow(expression: Expression, step: Step) -> bool:
     """Whether 64 bits may not hold it either."""
     if step.kind != WHOLE:

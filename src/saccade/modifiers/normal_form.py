@@ -22,12 +22,14 @@ from typing import NamedTuple
 from torch import Tensor
 
 from saccade.modifiers.expression import (
+    FUNCTIONS,
     READS,
     TRUTH,
     WHOLE,
     Expression,
     ExpressionBuilder,
     constant,
+    mentions,
     parse,
 )
 
@@ -365,6 +367,20 @@ def _indices(expression: Expression, number: int) -> list[str]:
 def consists_of(key: str, names: frozenset[str]) -> bool:
     """Whether a mask is made of these by & and |. To a trace the answer is a constant."""
     return leaves(parse(key)) <= names
+
+
+@constant
+def reads_along_rows(key: str) -> bool:
+    """Whether a mask or score reads captured tensors at query rows or at keys."""
+    expression = parse(key)
+    by_row = mentions(expression, ["query_row", "kv_row"])
+    return any(step.op in READS and any(by_row[of] for of in step.operands) for step in expression)
+
+
+@constant
+def computes_functions(key: str) -> bool:
+    """Whether a mask or score computes a function such as tanh for each pair."""
+    return any(step.op in FUNCTIONS for step in parse(key))
 
 
 @functools.lru_cache(maxsize=1024)

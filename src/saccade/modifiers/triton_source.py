@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from saccade.modifiers.division import divisors, with_rests_apart
+from saccade.modifiers.division import ROWS, divisors, with_rests_apart
 from saccade.modifiers.expression import (
     COMPARISONS,
     FUNCTIONS,
@@ -22,9 +22,11 @@ from saccade.modifiers.expression import (
     WHOLE,
     Expression,
     Step,
+    mentions,
     needed,
     needs_width,
     never_negative,
+    only_index,
 )
 from saccade.modifiers.intervals import IntervalRules, Span
 from saccade.modifiers.normal_form import window_of
@@ -87,6 +89,8 @@ class _PairWriter:
         self.expression, self.slots = expression, slots
         self.divisors = divisors(expression)
         self.natural = never_negative(expression)
+        self.only_index = only_index(expression)
+        self.apart = [mentions(expression, [name]) for name in ROWS]
         self.names: dict[int, str] = {}
         self.lines: list[str] = []
 
@@ -98,12 +102,16 @@ class _PairWriter:
             self.names[number] = _constant(step, self.slots, self.divisors)
         else:
             name = self.names[number] = f"v{number}"
-            self.lines.append(f"{name} = {self._code(step)}")
+            self.lines.append(f"{name} = {self._code(number, step)}")
 
-    def _code(self, step: Step) -> str:
+    def _code(self, number: int, step: Step) -> str:
         if step.op in READS:
             data = f"data[{self.slots.index(step.slot)}]"
-            return _of_dtype(f"read({data}, {self.offset(step, data)}, {len(step.operands)})", step)
+            # An index of query and key rows in one: neighbours do not lie side by side.
+            mixed = any(all(by[of] for by in self.apart) for of in step.operands)
+            read = "gather" if mixed else "read"
+            code = f"{read}({data}, {self.offset(step, data)}, {len(step.operands)})"
+            return _of_dtype(code, step)
         op, kinds = step.op, [self.expression[number].kind for number in step.operands]
         if op in ("whole", "real", *FUNCTIONS):
             of = self._operand(step.operands[0], REAL)
@@ -119,8 +127,8 @@ class _PairWriter:
         kind = step.kind
         if op in COMPARISONS:
             kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE
-        wide = needs_width(self.expression, step)
-        operands = [self._operand(number, kind, wide) for number in step.operands]
+        wide = needs_width(self.expression, step) and not self.only_index[number]
+        operands = [self._operand(operand, kind, wide) for operand in step.operands]
         if wide and not any("widened" in operand for operand in operands):
             operands[0] = f"widened({operands[0]})"
         if op in ("//", "%"):

@@ -16,7 +16,12 @@ from typing import Any, NamedTuple
 import torch
 
 from saccade.modifiers.expression import constant
-from saccade.modifiers.normal_form import consists_of, is_causal
+from saccade.modifiers.normal_form import (
+    computes_functions,
+    consists_of,
+    is_causal,
+    reads_along_rows,
+)
 from saccade.runtime.delta_spec import DeltaProblem
 from saccade.runtime.spec import LinearProblem, Problem
 
@@ -167,36 +172,41 @@ def _launch_note(problem: AnyProblem) -> str | None:
 
 
 def _hopper_not_preferred(problem: Problem) -> str | None:
+    """Of scores: one that adds a product of rows by Hopper's took 0.86 of Triton's time with 128
+    channels and 1.02 with 64, a tanh 1.6, an entry of a table for each pair 1.2 (flex_ways.txt)."""
     narrow = max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH
-    if narrow and problem.score and not problem.mask:
-        # Two consumers were 6 to 13 % slower than it without a score, where three are faster.
-        return f"up to {SMALLEST_WIDTH} channels it has too few registers for scores without a mask"
+    if problem.score and narrow:
+        return f"up to {SMALLEST_WIDTH} channels it has too few registers for scores that change"
+    if problem.score and (computes_functions(problem.score) or reads_along_rows(problem.score)):
+        return "it has too few registers for scores that change by functions or by tables"
     return _unmeasured(problem)
 
 
 def _unmeasured(problem: Problem) -> str | None:
     """Why Triton kernels go first: they were faster, or Hopper's were not measured beside them.
 
-    Of masks other than causal ones, windows, prefixes, documents and blocks were measured, with 128
-    channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl).
+    Of masks other than causal ones, windows, prefixes, documents and blocks were measured with 128
+    channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl); a dilated
+    window and neighbours in a picture, which read nothing along rows, 1.02 to 0.62, with 64 too
+    (benchmarks/results/h200/flex_ways.txt).
     """
     width = max(problem.head_dim, problem.value_dim)
-    if problem.score:
-        return "without a name it takes scores as they are, for which its lead is measured"
+    if problem.score and (problem.packed or reads_along_rows(problem.score)):
+        return "where scores change its lead is measured for dense rows and no tables along them"
     if width <= SMALLEST_WIDTH // 2:
         return f"it computes with {SMALLEST_WIDTH} channels at least"
     if problem.packed and problem.query_len < SHORTEST_PACKED * problem.batch:
         return f"packed sequences of fewer than {SHORTEST_PACKED} rows leave its tiles empty"
-    causal, narrow = is_causal(problem.mask), width <= SMALLEST_WIDTH
-    if causal and narrow and not problem.packed and problem.query_len < SHORTEST_CAUSAL:
-        return (
-            f"up to {SMALLEST_WIDTH} channels it takes causal calls from {SHORTEST_CAUSAL} rows on"
-        )
-    if causal or problem.mask == "":
+    masked, narrow = problem.mask != "", width <= SMALLEST_WIDTH
+    if masked and narrow and not problem.packed and problem.query_len < SHORTEST_CAUSAL:
+        return f"up to {SMALLEST_WIDTH} channels it takes masks from {SHORTEST_CAUSAL} rows on"
+    if not masked or is_causal(problem.mask):
         return None
-    if narrow:
-        return f"up to {SMALLEST_WIDTH} channels its lead is measured for causal masks and none"
-    if not consists_of(problem.mask, MEASURED_MASKS):
+    reads = reads_along_rows(problem.mask)
+    if narrow and (reads or problem.packed):
+        return f"up to {SMALLEST_WIDTH} channels its lead is measured for dense rows and no tables"
+    measured = not (reads or problem.packed or width > WIDEST_AT_ONCE)
+    if not measured and not consists_of(problem.mask, MEASURED_MASKS):
         return "its lead is measured for causal masks, windows, lengths, documents and blocks"
     return None
 

@@ -30,6 +30,7 @@ def reason(*tensors: Tensor, **more: Any) -> str:
 
 
 PREFIX = masks.prefix(torch.tensor([7], dtype=torch.int32))
+BY_ROW = scores.bias(torch.zeros(1, 1, 512, 512))
 EVERY = masks.dense(torch.ones(512, 512, dtype=torch.bool))
 
 
@@ -104,6 +105,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: problem(rows(1, 2, 512, 256), mask=masks.causal(align="top_left")), None, True),
         (lambda: problem(rows(1, 2, 512, 256), mask=masks.window(64)), "causal masks", True),
         (lambda: problem(rows(1, 2, 512, 256), score=scores.softcap(3.0)), "as they are", True),
+        (lambda: problem(rows(1, 2, 513, 64), score=scores.softcap(3.0)), None, True),
+        (lambda: problem(rows(1, 2, 512, 128), score=BY_ROW), "no tables", True),
         (lambda: problem(rows(1, 2, 512, 256))._replace(value_dim=128), "as wide as keys", True),
         (lambda: problem(rows(1, 2, 512, 256))._replace(packed=True), "dense rows", True),
         (lambda: problem(rows(1, 2, 512, 64), mask=masks.causal()), "512 rows are slower", True),
@@ -128,16 +131,21 @@ def test_which_backward_passes_it_takes(found, said, named):
         (lambda: problem(rows(1, 2, 512, 128), mask=masks.causal(align="top_left")), None),
         (lambda: problem(rows(1, 2, 512, 128), mask=masks.window(64)), None),
         (lambda: problem(rows(1, 2, 512, 128), mask=PREFIX & masks.window(64)), None),
-        (lambda: problem(rows(1, 2, 512, 128), mask=~masks.window(64)), "measured for causal"),
+        (lambda: problem(rows(1, 2, 512, 128), mask=~masks.window(64)), None),
+        (lambda: problem(rows(1, 2, 512, 256), mask=~masks.window(64)), "measured for causal"),
         (lambda: problem(rows(1, 2, 512, 128), mask=EVERY), "measured for causal"),
-        (lambda: problem(rows(1, 2, 512, 64), mask=masks.window(64)), "up to 64 channels"),
+        (lambda: problem(rows(1, 2, 512, 64), mask=EVERY), "no tables"),
+        (lambda: problem(rows(1, 2, 512, 64), mask=masks.window(64)), None),
         (lambda: problem(rows(1, 2, 513, 64), mask=masks.causal()), None),
         (lambda: problem(rows(1, 2, 512, 64), mask=masks.causal()), None),
         (lambda: problem(rows(1, 2, 511, 64), mask=masks.causal()), "from 512 rows on"),
         (lambda: problem(rows(1, 2, 512, 64)), None),
         (lambda: packed(192, 192), None),
         (lambda: packed(191, 192), "fewer than 192 rows"),
-        (lambda: problem(rows(1, 2, 512, 128), score=scores.softcap(30.0)), "scores as they are"),
+        (lambda: problem(rows(1, 2, 512, 128), score=scores.softcap(30.0)), "functions or by"),
+        (lambda: problem(rows(1, 2, 512, 128), score=BY_ROW), "functions or by"),
+        (lambda: problem(rows(1, 2, 512, 128), score=scores.alibi(torch.ones(2))), None),
+        (lambda: problem(rows(1, 2, 512, 64), score=scores.alibi(torch.ones(2))), "too few"),
         (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
     ],
 )

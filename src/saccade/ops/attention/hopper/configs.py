@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.gpu.hopper.pipeline import width_of
-from saccade.gpu.kernel_args import Extent, Geometry
+from saccade.gpu.kernel_args import Extent, Geometry, mask_functions
 from saccade.modifiers.normal_form import contiguity_of, is_causal
 from saccade.runtime.spec import Inputs, Variant
 
@@ -34,6 +34,7 @@ class HopperProblem(NamedTuple):
     kv_len: int = LONG  # of all sequences together, if they are packed
     packed: bool = False
     aligned: bool = False  # whether queries and keys end together, or whole tiles apart
+    read_along: bool = False  # whether the mask reads a tensor along queries or along keys
 
 
 class KernelSchedule(NamedTuple):
@@ -112,6 +113,10 @@ def choose(problem: HopperProblem) -> KernelSchedule:
         return KernelSchedule(
             3, 128, 2, 2, 1, 160, 32, "dynamic", max_of="first", skip_masked_tile=True
         )
+    if width <= 128 and problem.read_along:
+        # Of 128 keys a thread would hold 32 entries beside its scores, and spill: documents took
+        # 1.3 to 1.5 of the time (benchmarks/results/h200/flex_ways.txt).
+        return KernelSchedule(2, 64, 4, 2, 1, 240, 24, "dynamic", max_of=max_of)
     if width <= 128:
         return KernelSchedule(2, 128, 2, 2, 1, 240, 24, "dynamic", max_of=max_of)
     return KernelSchedule(
@@ -363,6 +368,7 @@ def kernel_problem(inputs: Inputs, variant: Variant) -> HopperProblem:
         head_width, value_width, variant.mask != "", variant.score != "",
         is_causal(variant.mask), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
         ends_align(inputs),
+        variant.mask != "" and mask_functions(variant.mask).spans_read == 1,
     )  # fmt: skip
 
 

@@ -26,7 +26,7 @@ from saccade.gpu.kernel_args import (
     tensors_of,
     there_are,
 )
-from saccade.gpu.launcher import Launch, next_width
+from saccade.gpu.launcher import Launch, compile_side_by_side, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.recording import RecordedPass, tensors_in
@@ -278,6 +278,7 @@ class HopperBackward:
         scored = variant.score != "" or variant.scale <= 0
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
         self.launches: dict[Any, tuple[Launch, ...]] = {}
+        self.compiled: set[Any] = set()  # what was compiled, side by side, before it was started
         self.query_launch = None
         if self.apart:
             self.query_launch = Launch(
@@ -354,7 +355,7 @@ class BackwardOfLengths:
     def __init__(
         self, kind: HopperBackward, inputs: Inputs, variant: Variant, passed: BackwardInputs
     ):
-        self.kind, self.spec = kind, kind.spec.at(inputs)
+        self.kind, self.spec, self.new = kind, kind.spec.at(inputs), True
         geometry = self.spec.geometry
         query_len, kv_len = geometry.lengths()
         problem = kind.problem._replace(query_len=query_len, kv_len=kv_len)
@@ -484,7 +485,13 @@ class BackwardOfLengths:
     def _run(self, inputs: Inputs, variant: Variant, passed: BackwardInputs) -> BackwardMemory:
         made: Any = [None if make is None else make() for make in self.makers]
         memory = BackwardMemory(*made)
-        HopperBackwardCall(self, inputs, variant, passed, memory).run()
+        call = HopperBackwardCall(self, inputs, variant, passed, memory)
+        if self.new:
+            self.new, kernels = False, (self.schedule, self.splits, self.present)
+            if kernels not in self.kind.compiled:
+                compile_side_by_side(call.run, self.spec.device)
+                self.kind.compiled.add(kernels)
+        call.run()
         return memory
 
 

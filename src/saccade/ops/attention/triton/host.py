@@ -31,7 +31,7 @@ from saccade.gpu.kernel_args import (
     there_are,
     view,
 )
-from saccade.gpu.launcher import Launch
+from saccade.gpu.launcher import Launch, compile_side_by_side
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.recording import RecordedPass, tensors_in
 from saccade.gpu.signature import Number, Stride, sourced
@@ -198,6 +198,7 @@ class ForwardResults(NamedTuple):
 
 _specs: dict[Any, CallSpec] = {}
 _launches: dict[Any, Launches] = {}
+_compiled: dict[Any, bool] = {}  # kinds of calls whose kernels were compiled, side by side
 
 
 def backward(
@@ -223,6 +224,7 @@ def backward(
         None if grad_lse is None else grad_lse.stride(),
     )  # fmt: skip
     launches = _launches.get(key)
+    new = launches is None
     if launches is None:
         spec = remembered(_specs, like, lambda: CallSpec.of(inputs)).at(inputs)
         results = ForwardResults(output, lse, grad_output, grad_lse, lse, lse)  # of such layouts
@@ -238,6 +240,9 @@ def backward(
         call = TritonBackwardCall(inputs, variant, launches, results, tuple(written))
         return call.run(wanted_tables, config)
 
+    if new:
+        kind = *like, deterministic, *wanted_tables
+        remembered(_compiled, kind, lambda: compile_side_by_side(run, launches.spec.device))
     if wanted_tables or inputs.sinks is not None:  # whose gradients PyTorch has a part in
         return run()
     tensors = (*tensors_of(inputs, variant), output, lse, grad_output, *there_are((grad_lse,)))
