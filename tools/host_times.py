@@ -153,6 +153,7 @@ def pretended() -> Iterator[None]:
         (call_spec, "multiprocessors", lambda tensor: 132),
         (tile_scheduler, "counter_of", lambda device: counter),
         (machine_code, "variant", variant),
+        (machine_code, "find_side_by_side", lambda wanted, device: None),
         (driver, "tensor_map", lambda kind, address, shape, strides: NO_MAP),
         (launcher, "INTERPRETED", False),
         (torch._C, "_cuda_getDevice", lambda: 0),
