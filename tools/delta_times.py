@@ -90,7 +90,9 @@ class DeltaTask(NamedTuple):
         )  # fmt: skip
 
     def short(self) -> DeltaTask:
-        """The same with few tokens: kernels are compiled for it alike."""
+        """The same with few tokens, where kernels are compiled for it alike."""
+        if len(self.lengths) == 1:  # how a long sequence is cut depends on its length
+            return self
         return self._replace(lengths=tuple(min(FIRST_TOKENS, n) for n in self.lengths))
 
 
