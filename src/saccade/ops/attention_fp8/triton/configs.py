@@ -20,10 +20,10 @@ _HOPPER = (
     KernelConfig(128, 128, 8, 3), KernelConfig(128, 128, 8, 3), KernelConfig(64, 128, 8, 2),
 )  # fmt: skip
 _BLACKWELL = (
-    KernelConfig(128, 128, 8, 3), KernelConfig(128, 128, 8, 3), KernelConfig(128, 64, 8, 2),
+    KernelConfig(128, 128, 8, 3), KernelConfig(128, 128, 8, 3), KernelConfig(64, 64, 8, 2),
 )  # fmt: skip
 _ADA = (
-    KernelConfig(128, 64, 8, 3), KernelConfig(128, 64, 8, 2), KernelConfig(64, 32, 8, 2),
+    KernelConfig(128, 64, 8, 3), KernelConfig(128, 64, 8, 2), KernelConfig(32, 64, 8, 2),
 )  # fmt: skip
 _TABLES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL}
 ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
