@@ -381,7 +381,7 @@ def _refusals(mesh: Any) -> None:
     refused(ValueError, "query: got the placement S(0), takes Shard(1) (heads) or Replicate()",
             lambda: attention_varlen(packed, packed, packed, OFFSETS))  # fmt: skip
     none = [None] * 4
-    plain = [[], [], [], "", "", 0.3, 0.0, [0, 0, 0, 0], False, "cpu", "cpu"]
+    plain = [[], [], [], "", "", 0.3, 0.0, [0, 0, 0, 0], False, False, False, "cpu", "cpu"]
     refused(NotImplementedError, "saccade.attention.default does not have a sharding strategy",
             lambda: torch.ops.saccade.attention(*[by_heads] * 3, *none, *plain))  # fmt: skip
     mapped = torch.nn.Linear(8, 8).double()

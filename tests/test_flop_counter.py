@@ -59,7 +59,7 @@ def test_formulas_are_those_that_pytorch_has_for_its_kernels():
     forward = registry[torch.ops.saccade.attention]
     backward = registry[torch.ops.saccade.attention_backward]
     assert forward(*inputs) == flop_counter.sdpa_flop_count(*shapes)
-    assert backward(output, None, output, None, [], *inputs) == (
+    assert backward(output, None, output, None, None, [], *inputs) == (
         flop_counter.sdpa_backward_flop_count(output.shape, *shapes)
     )
 

@@ -45,7 +45,7 @@ def attention_flops(*arguments: Any, out_val: Any = None) -> int:
 
 def attention_backward_flops(*arguments: Any, out_val: Any = None) -> int:
     """Scores again, gradients of weights, values, queries and keys: five products."""
-    inputs = ATTENTION.split(arguments[5:]).inputs
+    inputs = ATTENTION.split(arguments[6:]).inputs
     pairs = _pairs(inputs.query, inputs.key, inputs.cu_seqlens_q, inputs.cu_seqlens_k)
     return 2 * pairs * (3 * inputs.query.shape[-1] + 2 * inputs.value.shape[-1])
 

@@ -13,6 +13,7 @@ from pairs import covering
 from torch import Tensor
 
 import saccade
+from saccade.ops.attention import reference
 from saccade.testing import Case, assert_exact, oracle, poisoned
 from saccade.testing.cases import LAYOUTS, MASKS, SCORES, Description, descriptions
 
@@ -36,6 +37,7 @@ MASKS_AND_SCORES = [
     for number, (mask, score) in enumerate(product(MASKS, SCORES))
 ]
 PACKED = ((24, 30), (5, 0), (0, 4), (7, 7), (7, 7))
+MEAN_LENGTHS = ((48, 48), (0, 3), (20, 31))
 TRASH = (torch.nan, torch.inf, -torch.inf)
 
 
@@ -94,6 +96,30 @@ class TestExactness:
         for dtype in implementation.dtypes_of(len(score)):
             sizes = {"batch": 1} if implementation.interpreted else {}
             check(implementation, mask=mask, score=score, scale=scale, dtype=dtype, **sizes)
+
+    def test_values_with_a_mean(self, implementation: Implementation) -> None:
+        for dtype in implementation.dtypes:
+            if dtype.itemsize == 2:
+                sizes = {"batch": 1, "mean": 4.0, "sinks": True}
+                check(implementation, mask="causal", dtype=dtype, dropout_p=0.3, **sizes)
+
+    @pytest.mark.parametrize("mask", ["none", "causal", "window"])
+    def test_equal_keys_give_queries_no_gradient(
+        self, implementation: Implementation, mask: str
+    ) -> None:
+        """The gradients of a row's scores add up to 0, whatever the mean of the values is."""
+        packings = (mask == "none",) if implementation.interpreted else (False, True)
+        for dtype, packed in product(implementation.dtypes, packings):
+            case = implementation.case(
+                mask=mask, dtype=dtype, packed=packed, lengths=MEAN_LENGTHS, batch=1, mean=4.0,
+                head_dim=32, value_dim=32,
+            )  # fmt: skip
+            key = case.tensors["key"]
+            key.copy_((key[:1] if packed else key[:, :, :1]).clone().expand_as(key))
+            case.grads["lse"].zero_()
+            found = case.run(implementation.name)["grad_query"].double().abs()
+            allowed = _of_equal_keys(case)
+            assert bool((found <= allowed).all()), (dtype, packed, float((found / allowed).max()))
 
     @pytest.mark.parametrize("layout", LAYOUTS)
     def test_any_strides(self, implementation: Implementation, layout: str) -> None:
@@ -212,6 +238,29 @@ class TestHidden:
 class TestResults:
     """Contract items 1, 4 and 6: dtypes, layouts, gradients."""
 
+    @pytest.mark.parametrize("mask", ["none", "causal", "window", "tensor", "nothing"])
+    def test_the_largest_score_of_each_head(
+        self, implementation: Implementation, mask: str
+    ) -> None:
+        """Of every head and sequence, by float64; sinks and rows that see nothing do not count."""
+        scores_of = {"causal": "softcap", "window": "bias"}
+        packings = (mask == "window",) if implementation.interpreted else (False, True)
+        for dtype, packed in product(implementation.dtypes_of(len(mask)), packings):
+            case = implementation.case(
+                mask=mask, dtype=dtype, packed=packed, lengths=((40, 37), (0, 3), (5, 0), (9, 9)),
+                score=scores_of.get(mask, "none"), sinks=mask in ("none", "window"), seed=5,
+            )  # fmt: skip
+            named: dict[str, Any] = {"implementation": implementation.name}
+            found = case.call(case.leaves(), return_max_logit=True, **named)
+            alone = case.call(case.leaves(), **named)
+            inputs, variant = case.prepared(case.leaves(torch.float64))
+            exact = reference.max_logit(inputs, variant, alone[1].double())
+            assert len(found) == 3 and not found[2].requires_grad
+            assert found[2].dtype == found[1].dtype
+            for result, wanted in zip(found[:2], alone, strict=True):
+                torch.testing.assert_close(result, wanted, atol=1e-2, rtol=1e-2)
+            torch.testing.assert_close(found[2].double(), exact, atol=1e-5, rtol=1e-5)
+
     def test_lse_is_natural_and_wide(self, implementation: Implementation) -> None:
         for dtype in implementation.dtypes:
             case = implementation.case(dtype=dtype)
@@ -303,6 +352,33 @@ def assert_alike(found: Tensor, wanted: Tensor) -> None:
     """The same sums, perhaps added up in another order and then rounded to their dtype."""
     rounding = torch.finfo(wanted.dtype).eps
     torch.testing.assert_close(found, wanted, atol=1e-6, rtol=max(1e-5, rounding))
+
+
+def _of_equal_keys(case: Case) -> Tensor:
+    """What rounding may leave of gradients of queries that are 0: six standard deviations, from
+    weights and gradients of scores in the case's dtype, and from sums and row_dot in a wider one.
+    """
+    inputs, variant = case.prepared(case.leaves(torch.float64))
+    dense, at, reachable = reference.lay_out(inputs)
+    changed, _, value = reference.score_pairs(dense, variant, at, reachable)
+    _, lse = reference.attend(dense, variant, at, reachable)
+    weights = (changed - lse.nan_to_num(0, 0, 0).unsqueeze(-1)).exp()
+    grad = case.grads["output"]
+    grad = grad.transpose(0, 1)[None] if case.cu_seqlens else grad
+    grad_weights = grad @ value.mT
+    row_dot = (weights * grad_weights).sum(-1, keepdim=True)
+    of_weights = (weights * grad_weights).square().sum(-1).sqrt()
+    of_scores = (weights * (grad_weights - row_dot)).square().sum(-1).sqrt()
+    unit = torch.finfo(case.tensors["query"].dtype).eps / 2
+    sums = torch.finfo(F64 if case.tensors["query"].dtype == F64 else F32).eps
+    sums *= sum(changed.shape[-2:]) ** 0.5
+    terms = (weights * grad_weights.abs()).sum(-1) + (grad.abs() * (weights @ value).abs()).sum(-1)
+    of_row_dot = (grad * (weights @ value)).square().sum(-1).sqrt()
+    rows = 6 * (unit * (of_weights + of_scores + of_row_dot / 127) + sums * terms)
+    key = dense.key[:, :, :1].repeat_interleave(case.description.group, 1).abs()
+    found = abs(variant.scale) * rows.unsqueeze(-1) * key
+    found = found + torch.finfo(torch.float32).tiny  # beside rows that see nothing
+    return (found.squeeze(0).transpose(0, 1) if case.cu_seqlens else found).detach()
 
 
 def _detached(case: Case) -> dict[str, Tensor]:

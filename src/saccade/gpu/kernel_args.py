@@ -204,7 +204,7 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
         query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
         None if inputs.seed is None else variant.dropout_p,
         None if sinks is None else sinks.dtype, offsets is None,
-        precision(query.dtype),
+        variant.residual, variant.max_logit, precision(query.dtype),
     )  # fmt: skip
 
 

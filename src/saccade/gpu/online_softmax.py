@@ -30,6 +30,17 @@ def start_softmax(sinks, head, ROWS: tl.constexpr):
     return row_max, row_sum
 
 
+@triton.jit
+def join_sink(sinks, head, row_max, row_sum):
+    """row_max and row_sum with the sink, where it did not start the softmax; and what shrinks
+    everything that was summed without it."""
+    sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+    new_max = tl.maximum(row_max, sink)
+    shift = tl.where(new_max == float("-inf"), 0.0, new_max)
+    rescale = tl.exp2(row_max - shift)
+    return rescale, new_max, row_sum * rescale + tl.exp2(sink - shift)
+
+
 # On Hopper each thread holds two of every eight neighbours in a row of a product (of 64 rows).
 # Reduced in steps, these are several CHAINS of operations that do not wait for each other, at no
 # cost. Elsewhere numbers may have to move between threads for it (on sm_100 they do).

@@ -39,6 +39,7 @@ from saccade.runtime.spec import (
     LinearInputs,
     LinearVariant,
     PagedInputs,
+    Results,
     Variant,
     empty_linear_results,
     empty_results,
@@ -146,6 +147,7 @@ class KernelCall(NamedTuple):
     deterministic: bool = False
     query_len: int = 0  # 0: as many rows as keys
     alone: bool = False  # packed rows of a batch entry are one sequence, not two
+    more: str = ""  # what else the forward pass gives: "residual" or "max_logit"
 
     @property
     def operation(self) -> str:
@@ -166,6 +168,7 @@ class KernelCall(NamedTuple):
         extras += [f"values of {self.value_dim}"] if self.value_dim else []
         extras += ["heads inside"] if self.heads_inside else []
         extras += ["offsets apart"] if self.offsets_apart else []
+        extras += [f"with {self.more}"] if self.more else []
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def is_short(self) -> bool:
@@ -183,7 +186,8 @@ class KernelCall(NamedTuple):
             score=self._score(device), scale=None, sinks=None, dropout_p=self.dropout_p,
             return_lse=False, deterministic=False, config=None,
         )  # fmt: skip
-        return with_seed(inputs, variant), variant
+        more = {self.more: True} if self.more else {}
+        return with_seed(inputs, variant), variant._replace(**more)
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output, and what may have gradients."""
@@ -272,9 +276,13 @@ class KernelCall(NamedTuple):
         """Make the tensors, and zeros for a forward pass's results; start passes with these."""
         inputs, variant = self.make(device)
         output, lse = empty_results(inputs)
-        gradient = torch.empty_like(output)
+        gradient, residual = torch.empty_like(output), None
+        if inputs.query.dtype.itemsize == 2:
+            residual = torch.empty_like(output, dtype=torch.int8)
+        saved = Results(output, lse, residual)
         if device.type == "cuda":
-            output, lse, gradient = output.zero_(), lse.zero_(), gradient.zero_()
+            for tensor in (gradient, output, lse, *([] if residual is None else [residual])):
+                tensor.zero_()
 
         def start(which: str, config: KernelConfig | None) -> None:
             numbers = config or KernelConfig()
@@ -291,7 +299,7 @@ class KernelCall(NamedTuple):
                     captured = [0] if which == "bias" else []
                     with _backward_of(which) as backward:
                         backward(
-                            inputs, variant, numbers, output, lse, gradient, None, captured,
+                            inputs, variant, numbers, saved, gradient, None, captured,
                             not which.endswith(("shared", BACKWARD)),
                         )  # fmt: skip
 

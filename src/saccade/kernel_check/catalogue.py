@@ -87,6 +87,12 @@ HOPPER: tuple[Entry, ...] = (
         for mask in MASKS[:2]
     ),
     *((KernelCall(64, mask=mask, length=8 * SHORT), PASSES["hopper"]) for mask in MASKS[:2]),
+    *(
+        (KernelCall(dim, mask=mask, more="residual"), PASSES["hopper"])
+        for dim in (64, 128, 256)
+        for mask in MASKS[:2]
+    ),
+    *((KernelCall(dim, mask="causal", more="max_logit"), PASSES["hopper"]) for dim in (128, 256)),
     (KernelCall(96), PASSES["hopper"]),
     (KernelCall(192, mask="causal"), PASSES["hopper"]),
     (KernelCall(192, mask="causal", value_dim=128), PASSES["hopper"]),
@@ -178,6 +184,11 @@ def entries(architecture: str) -> list[Entry]:
         (KernelCall(128, half, dropout_p=0.1), ALL),
         (KernelCall(256, half), ALL),
         (KernelCall(256, half, "causal"), (*ALL, *NAN_SAFE)),
+        *(
+            (KernelCall(dim, half, "causal", more="residual"), ("forward",))
+            for dim in (64, 128, 256)
+        ),
+        (KernelCall(128, half, "causal", more="max_logit"), ("forward",)),
         *(WIDE if architecture != "sm_75" else ()),
         (KernelCall(64, "fp32"), ORDERED),
         (KernelCall(128, "fp32", "causal"), (*ORDERED, NAN_SAFE[0])),

@@ -22,10 +22,12 @@ from saccade.ops.attention.merge import merge_states
 from saccade.parallel.exchange import Counts, Message
 from saccade.parallel.local import LocalCall, heads_first, joined, rows_first
 from saccade.runtime import backends
+from saccade.runtime.rounding import restored, rounded
 from saccade.runtime.spec import (
     Gradients,
     Inputs,
     KernelConfig,
+    Results,
     Variant,
     accumulate_dtype,
     empty_output,
@@ -123,6 +125,7 @@ def _part(
         return_lse=True, deterministic=options.deterministic, config=options.config,
     )  # fmt: skip
     forward_by, backward_by, _ = backends.choose_all(problem, options.implementation)
+    variant = variant._replace(residual=query.dtype.itemsize == 2)  # what is merged is exact, too
     return _Part(inputs, variant, config or DEFAULT_CONFIG, forward_by, backward_by)
 
 
@@ -168,20 +171,24 @@ class _Ring(torch.autograd.Function):
             part = _part(call, step, query, rows, sinks if first else None, tables)
             module = backends.module_of("attention", part.forward_by)
             found = module.forward(part.inputs, part.variant, part.config)
+            exact = restored(found.output, found.residual).to(wide)
             if first:
-                output, lse = found[0].to(wide), found[1]
+                output, lse = exact, found.lse
             else:
-                output, lse = merge_states([output, found[0].to(wide)], [lse, found[1]])
-        rounded = empty_output(query, query.shape[1], value.shape[-1], packed=False).copy_(output)
+                output, lse = merge_states([output, exact], [lse, found.lse])
+        rows = empty_output(query, query.shape[1], value.shape[-1], packed=False).copy_(output)
+        residual = None
+        if query.dtype.itemsize == 2:
+            residual = torch.empty_like(rows, dtype=torch.int8).copy_(rounded(output, rows))
         ctx.call, ctx.steps = call, steps
-        ctx.save_for_backward(query, key, value, rounded, lse, sinks, *tables)
-        return rounded, lse
+        ctx.save_for_backward(query, key, value, rows, lse, residual, sinks, *tables)
+        return rows, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call, steps = ctx.call, ctx.steps
-        query, key, value, output, lse, sinks, *tables = ctx.saved_tensors
-        wide = accumulate_dtype(query.dtype)
+        query, key, value, output, lse, residual, sinks, *tables = ctx.saved_tensors
+        wide, results = accumulate_dtype(query.dtype), Results(output, lse, residual)
         own = rows_first(joined(key, value))
         found = _Sums(
             torch.zeros_like(query, dtype=wide), torch.zeros_like(own, dtype=wide),
@@ -194,7 +201,7 @@ class _Ring(torch.autograd.Function):
             if query.shape[2] and step.receive:
                 first = step is steps[0]
                 part = _part(call, step, query, rows, sinks if first else None, tables)
-                gradients = _gradients(call, step, part, (output, lse), grads, tables)
+                gradients = _gradients(call, step, part, results, grads, tables)
                 grad_rows = rows_first(joined(gradients.key, gradients.value)).to(wide)
                 found.query.add_(gradients.query)
                 if first:
@@ -238,7 +245,7 @@ class _Sums(NamedTuple):
 
 
 def _gradients(
-    call: LocalCall, step: Step, part: _Part, results: tuple[Tensor, Tensor],
+    call: LocalCall, step: Step, part: _Part, results: Results,
     grads: Sequence[Tensor], tables: Sequence[Tensor],
 ) -> Gradients:  # fmt: skip
     """A step's part of all gradients, by the output and lse of all steps."""
@@ -249,6 +256,6 @@ def _gradients(
     ]
     module = backends.module_of("attention", part.backward_by, "backward")
     return module.backward(
-        part.inputs, part.variant, part.config, *results, grads[0], grads[1], wanted,
+        part.inputs, part.variant, part.config, results, grads[0], grads[1], wanted,
         call.options.deterministic,
     )  # fmt: skip

@@ -24,8 +24,9 @@ from saccade.runtime.spec import DTYPES, QUANTISED, Inputs, KernelConfig, PagedI
 # ---- options of other libraries ------------------------------------------------------------------
 
 OPTIONS = (
-    "mask", "causal", "score", "scale", "sinks", "dropout_p", "return_lse", "deterministic",
-    "implementation", "config", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
+    "mask", "causal", "score", "scale", "sinks", "dropout_p", "return_lse",
+    "return_max_logit", "deterministic", "implementation", "config", "cu_seqlens_q",
+    "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
 )  # fmt: skip
 BIAS = "score=saccade.scores.bias(tensor) for numbers that are added, mask=tensor for bools"
 WRITE = {

@@ -74,6 +74,7 @@ def _more_than_a_device() -> bool:
 
 MOST_CALLS = 1024  # calls that are kept
 PLAIN_VALUES = frozenset({bool, int, float, str, type(None)})
+HALVES = (torch.bfloat16, torch.float16)
 
 AnyConfig = KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
 
@@ -92,12 +93,28 @@ class CheckedCall:
     forward: Callable[[Any, Any], Any] | None = None
     plain: dict[bool, tuple[Any, ...]] = field(default_factory=dict)  # by `deterministic`
     kind: CheckedCall | None = None  # of a call that is kept by its layout: of all like it
+    with_residual: CheckedCall | None = None  # the call where a gradient is due
     tables: tuple[Tensor, ...] = field(init=False)  # that mask and score captured
 
     def __post_init__(self) -> None:
         variant, self.tables = self.variant, ()
         if isinstance(variant, Variant):
             self.tables = (*variant.mask_captured.tensors, *variant.score_captured.tensors)
+
+    def differentiated(self, dtype: torch.dtype) -> CheckedCall:
+        """The call where a gradient is due: softmax attention whose output has 16 bits keeps what
+        rounding took from it (`runtime/rounding.py`)."""
+        variant = self.variant
+        if dtype not in HALVES or not isinstance(variant, Variant):
+            return self
+        if self.with_residual is None:
+            kind = None if self.kind is None else self.kind.differentiated(dtype)
+            self.with_residual = CheckedCall(
+                variant._replace(residual=True), self.config, self.forward_by, self.backward_by,
+                self.backward_unsupported, self.batch_invariant, kind=kind,
+                plain={} if kind is None else kind.plain,
+            )  # fmt: skip
+        return self.with_residual
 
     def check_backward(self) -> None:
         """Refuse a call that wants gradients which the named backend does not have."""
@@ -111,7 +128,7 @@ _layouts: dict[Any, CheckedCall] = {}
 
 def find(
     query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, score: AnyScore, scale: float | None,
-    implementation: str | None, config: AnyConfig,
+    implementation: str | None, config: AnyConfig, max_logit: bool = False,
 ) -> tuple[tuple[Any, ...] | None, CheckedCall | None]:  # fmt: skip
     """What a dense call of attention is kept under, None for one that must be validated; and what
     is kept of one like it, by its layout if there was one, else by its kind."""
@@ -119,20 +136,21 @@ def find(
         return None, None
     if _must_be_validated(mask, score, scale, implementation, config):
         return None, None
-    layout = _layout_of(query, key, value, mask, score, scale, implementation, config)
+    options = mask, score, scale, implementation, config, max_logit
+    layout = _layout_of(query, key, value, *options)
     if layout is None:
         return None, None
     found = _layouts.get(layout)
     if found is not None:
         return layout, found
-    kind = key_of(query, key, value, mask, score, scale, implementation, config)
+    kind = key_of(query, key, value, *options)
     return kind, _with_layout(layout, lookup(kind))
 
 
 def find_packed(
     query: Tensor, key: Tensor, value: Tensor, offsets: tuple[Tensor, Tensor],
     longest: tuple[int | None, int | None], mask: AnyMask, score: AnyScore, scale: float | None,
-    implementation: str | None, config: AnyConfig,
+    implementation: str | None, config: AnyConfig, max_logit: bool = False,
 ) -> tuple[tuple[Any, ...] | None, CheckedCall | None]:  # fmt: skip
     """What `find` finds, of a call of packed sequences. offsets, longest: of queries, of keys."""
     ends, of_keys = offsets
@@ -140,7 +158,8 @@ def find_packed(
         return None, None
     if _must_be_validated(mask, score, scale, implementation, config):
         return None, None
-    layout = _layout_of(query, key, value, mask, score, scale, implementation, config)
+    options = mask, score, scale, implementation, config, max_logit
+    layout = _layout_of(query, key, value, *options)
     if layout is None or values_readable(ends) or values_readable(of_keys):
         return None, None
     layout = (
@@ -150,15 +169,13 @@ def find_packed(
     found = _layouts.get(layout)
     if found is not None:
         return layout, found
-    kind = key_of_packed(
-        query, key, value, offsets, longest, mask, score, scale, implementation, config
-    )
+    kind = key_of_packed(query, key, value, offsets, longest, *options)
     return kind, _with_layout(layout, lookup(kind))
 
 
 def _layout_of(
     query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, score: AnyScore, scale: float | None,
-    implementation: str | None, config: AnyConfig,
+    implementation: str | None, config: AnyConfig, max_logit: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """All that tells calls apart but addresses; None: tensors do not lie alike in plain memory."""
     dtype, device, strided = query.dtype, query.device, torch.strided
@@ -169,7 +186,7 @@ def _layout_of(
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
         dtype, device, _of_modifier(mask), _of_modifier(score), scale, implementation, config,
-        precision(dtype),
+        max_logit, precision(dtype),
     )  # fmt: skip
 
 
@@ -208,6 +225,7 @@ def key_of(
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
+    max_logit: bool = False,
 ) -> tuple[Any, ...] | None:
     """The kind of a dense call of attention; None for a call that must be validated.
 
@@ -235,7 +253,7 @@ def key_of(
     return (
         heads, kv_heads, head_dim, key_dim, value_dim, fits,
         backends.lengths_kind(query_len, kv_len), dtype, device,
-        mask, score, scale, implementation, config, precision(dtype),
+        mask, score, scale, implementation, config, max_logit, precision(dtype),
     )  # fmt: skip
 
 
@@ -250,6 +268,7 @@ def key_of_packed(
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
+    max_logit: bool = False,
 ) -> tuple[Any, ...] | None:
     """The kind of a call of packed sequences; see `key_of`.
 
@@ -286,7 +305,7 @@ def key_of_packed(
     return (
         heads, kv_heads, head_dim, key_dim, value_dim, fits,
         backends.lengths_kind(tokens, kv_tokens, sizes[0] - 1), longest[0] == 1, dtype, device,
-        mask, score, scale, implementation, config, precision(dtype),
+        mask, score, scale, implementation, config, max_logit, precision(dtype),
     )  # fmt: skip
 
 

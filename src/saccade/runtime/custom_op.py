@@ -48,6 +48,8 @@ class Gradient(NamedTuple):
             tables whose gradients are wanted, and the variant.
         empty: memory for the gradients, from the operator's arguments and the wanted tables.
         wanted: the tables whose gradients may be asked for.
+        optional: which of the kept results a call need not have: what operators give instead has
+            one dimension and no elements, and the backward pass gets None.
     """
 
     schema: str
@@ -57,6 +59,7 @@ class Gradient(NamedTuple):
     run: Callable[[Arguments, Sequence[Tensor | None], Sequence[int], Any], list[Tensor]]
     empty: Callable[[Arguments, Sequence[int]], list[Tensor]]
     wanted: Callable[[Sequence[Any], Sequence[Any]], list[int]] = lambda tables, plain: []
+    optional: tuple[int, ...] = ()
 
     @property
     def num_results(self) -> int:
@@ -142,6 +145,8 @@ class Operation:
             return self.straight(inputs, checked, checked.variant)
         if wants:
             checked.check_backward()
+            if self.gradient is not None:
+                checked = checked.differentiated(inputs[0].dtype)
             # PyTorch's own switch is asked each time: it may be thrown between two like calls.
             deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
         plain = checked.plain.get(deterministic)
@@ -188,13 +193,20 @@ class Operation:
         gradient, tables = self.gradient, tensors[self.num_inputs :]
         assert gradient is not None
         ctx.set_materialize_grads(False)
-        constant = [r for n, r in enumerate(results) if n not in gradient.results]
+        constant = [r for n, r in enumerate(results) if n not in gradient.results and r is not None]
         if constant:
             ctx.mark_non_differentiable(*constant)
-        kept = [results[n] for n in gradient.kept]
+        kept = [self._kept(n, results) for n in gradient.kept]
         ctx.save_for_backward(*tensors[: self.num_inputs], *kept, *tables)
         ctx.plain = tuple(plain)
         ctx.wanted = gradient.wanted(tables, plain) if tables else []
+
+    def _kept(self, number: int, results: Sequence[Any]) -> Any:
+        """A result that the backward pass reads; None for one that the call does not have."""
+        assert self.gradient is not None
+        found = results[number] if number < len(results) else None
+        missing = found is not None and number in self.gradient.optional and found.dim() == 1
+        return None if missing else found
 
     def gradients(self, ctx: Any, call: Callable[..., Any], grads: Sequence[Any]) -> list[Any]:
         """Gradients of every input and table, None where there is none.
@@ -411,8 +423,10 @@ def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any)
                 ]
             )
         )
-    stacked = tuple(torch.stack(parts) for parts in zip(*results, strict=True))
-    return stacked, (0,) * len(stacked)
+    stacked = tuple(
+        None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)
+    )
+    return stacked, tuple(None if parts is None else 0 for parts in stacked)
 
 
 # ---- registration -----------------------------------------------------------------------------

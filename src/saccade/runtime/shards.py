@@ -226,6 +226,7 @@ def attention(
             "what the whole call drops"
         )
     check_flag("return_lse", options["return_lse"])
+    check_flag("return_max_logit", options["return_max_logit"])
     where = PACKED if offsets else DENSE
     split = Split(query, where)
     batch = (offsets[0].shape[0] - 1) if offsets else query.shape[0]
@@ -233,11 +234,14 @@ def attention(
     local += [split.rows(*named, where) for named in (("key", key), ("value", value))]
     names = "cu_seqlens_q", "cu_seqlens_k"
     local += [split.local(*named, OF_NEITHER) for named in zip(names, offsets, strict=False)]
-    output, lse = call(*local, **_prepared(split, batch, options))
-    found = split.joined(output, where, query.shape[0], query.shape[1])
-    if not options["return_lse"]:
-        return found
-    return found, split.joined(lse, OF_HEADS if offsets else DENSE, batch, query.shape[1])
+    results = call(*local, **_prepared(split, batch, options))
+    found = [split.joined(results[0], where, query.shape[0], query.shape[1])]
+    if options["return_lse"]:
+        of_rows = OF_HEADS if offsets else DENSE
+        found.append(split.joined(results[1], of_rows, batch, query.shape[1]))
+    if options["return_max_logit"]:
+        found.append(split.joined(results[2], where, batch, query.shape[1]))
+    return tuple(found) if len(found) > 1 else found[0]
 
 
 def attention_paged(call: Callable[..., Any], inputs: Any, options: dict[str, Any]) -> Any:

@@ -42,7 +42,8 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 class Variant(NamedTuple):
-    """The function of a call: mask and score by key, with what they captured, scale and dropout."""
+    """The function of a call: mask and score by key, with what they captured, scale and dropout;
+    and which results it has beside output and lse (see `Results`)."""
 
     mask: str
     score: str
@@ -50,6 +51,8 @@ class Variant(NamedTuple):
     score_captured: Captured
     scale: float
     dropout_p: float
+    residual: bool = False
+    max_logit: bool = False
 
 
 class Inputs(NamedTuple):
@@ -62,6 +65,13 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # int64 scalar; None: no dropout
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        """Batch entries, or packed sequences."""
+        if self.cu_seqlens_q is None:
+            return self.query.shape[0]
+        return self.cu_seqlens_q.shape[0] - 1
 
 
 class PagedInputs(NamedTuple):
@@ -121,6 +131,22 @@ def in_order_of(rows: Tensor, pattern: Tensor) -> Tensor:
     return torch.empty_like(pattern).copy_(rows)
 
 
+class Results(NamedTuple):
+    """The results of a forward pass.
+
+    Attributes:
+        residual: int8, as the output: what rounding to 16 bits took from it
+            (`runtime/rounding.py`). None unless a gradient is due and the output has 16 bits.
+        max_logit: the largest score of each head, [batch, heads], by sequence if packed. None
+            unless it is asked for.
+    """
+
+    output: Tensor
+    lse: Tensor
+    residual: Tensor | None = None
+    max_logit: Tensor | None = None
+
+
 def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
     """Memory for output and lse, laid out as every implementation lays it out.
 
@@ -128,6 +154,23 @@ def empty_results(inputs: Inputs) -> tuple[Tensor, Tensor]:
     them, so that flattening the heads copies nothing), else contiguous.
     """
     return empty_rows(inputs.query, inputs.value.shape[-1], inputs.cu_seqlens_q is not None)
+
+
+def empty_all_results(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
+    """Memory for `Results` as operators give them: what a call does not have has no elements."""
+    output, lse = empty_results(inputs)
+    residual = torch.empty_like(output, dtype=torch.int8) if variant.residual else None
+    shape = inputs.num_sequences, inputs.query.shape[1]
+    max_logit = lse.new_empty(shape) if variant.max_logit else None
+    return all_results(Results(output, lse, residual, max_logit))
+
+
+def all_results(results: Results) -> tuple[Tensor, ...]:
+    """Results as operators give them, where a tensor of no elements stands for none."""
+    output, lse, residual, max_logit = results
+    if residual is None:
+        residual = output.new_empty(0, dtype=torch.int8)
+    return output, lse, residual, lse.new_empty(0) if max_logit is None else max_logit
 
 
 def empty_rows(query: Tensor, value_dim: int, packed: bool) -> tuple[Tensor, Tensor]:

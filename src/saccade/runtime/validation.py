@@ -96,6 +96,7 @@ def prepare(
     return_lse: bool,
     deterministic: bool,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
+    return_max_logit: bool = False,
 ) -> tuple[Inputs, Variant, Problem, KernelConfig | None]:
     """Check every argument of a dense or packed call; give its values and its config."""
     packed = cu_seqlens_q is not None
@@ -104,6 +105,7 @@ def prepare(
     arguments.check_tensors(query, key, value, shapes)
     arguments.check_sinks(sinks, query)
     arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("return_max_logit", return_max_logit)
     arguments.check_flag("deterministic", deterministic)
     scale = arguments.resolve_scale(scale, query.shape[-1])
     dropout_p = arguments.check_dropout(dropout_p)
@@ -116,6 +118,7 @@ def prepare(
 
     extents = arguments.extents_of(inputs, longest)
     variant = variant_for(mask, score, scale, dropout_p, extents, query.device)
+    variant = variant._replace(max_logit=return_max_logit)
     return inputs, variant, problem_of(inputs, variant, config), config
 
 

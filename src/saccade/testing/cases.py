@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Description:
     """What a random case is made from.
 
-    `lengths` are (query, key) lengths: one pair a sequence; a dense case uses the first.
+    `lengths` are (query, key) lengths: one pair a sequence; a dense case uses the first. `mean` is
+    the mean of values, and four times that of keys.
 
     Examples:
         >>> description = saccade.testing.Description(lengths=((5, 9),), mask="causal")
@@ -50,6 +51,7 @@ class Description:
     layout: str = "contiguous"
     poison_hidden: bool = False
     scale: float | None = None
+    mean: float = 0.0
     seed: int = 0
     device: str = "cpu"
 
@@ -300,6 +302,9 @@ def make_case(description: Description | None = None, **changes: Any) -> Case:
         name: laid_out(normal, (*batches, *shape), d.layout, d.packed)
         for name, shape in shapes.items()
     }
+    if d.mean:
+        means = {"query": 0.0, "key": d.mean / 4, "value": d.mean}
+        tensors = {name: rows + means[name] for name, rows in tensors.items()}
     if d.sinks:
         tensors["sinks"] = normal(d.query_heads, dtype=torch.float32)
     if "bias" in d.score:

@@ -33,6 +33,11 @@ def _unchecked_shapes() -> Iterator[None]:
     jaxtyping.config.update("jaxtyping_disable", False)
 
 
+def inputs_are_half(case: Case) -> bool:
+    """Whether a case has float16 inputs, which stands for calls with every result."""
+    return case.tensors["query"].dtype == torch.float16
+
+
 def op_arguments(case: Case, requires_grad: bool = True) -> tuple[Any, ...]:
     """What the operator itself is called with for a case."""
     leaves = case.leaves()
@@ -42,9 +47,10 @@ def op_arguments(case: Case, requires_grad: bool = True) -> tuple[Any, ...]:
     everything: list[Any] = padded(positional)
     torch.manual_seed(0)
     inputs, variant, _, config = prepare(
-        *everything, return_lse=True, deterministic=False, config=None, **keywords,
+        *everything, return_lse=True, return_max_logit=inputs_are_half(case), deterministic=False,
+        config=None, **keywords,
     )  # fmt: skip
-    checked = CheckedCall(variant, config, "cpu", "cpu")
+    checked = CheckedCall(variant, config, "cpu", "cpu").differentiated(inputs.query.dtype)
     tables, plain = list(checked.tables), attention_custom_op.flatten(checked, False)
     tables = [t.detach().requires_grad_(t.requires_grad and requires_grad) for t in tables]
     return (*inputs, tables, *plain)
@@ -69,9 +75,12 @@ def test_opcheck_forward(name: str) -> None:
 @pytest.mark.parametrize("name", list(OPERATOR_CASES))
 def test_opcheck_backward(name: str) -> None:
     arguments = op_arguments(make_case(OPERATOR_CASES[name]), requires_grad=False)
-    output, lse = torch.ops.saccade.attention.default(*arguments)
+    output, lse, residual, max_logit = torch.ops.saccade.attention.default(*arguments)
+    assert (residual.shape == output.shape) == (output.dtype.itemsize == 2)
+    assert bool(max_logit.numel()) == (output.dtype == torch.float16)
     wanted = [len(arguments[7]) - 1] if "bias" in OPERATOR_CASES[name].score else []
-    grads = (torch.randn_like(output), torch.randn_like(lse), output, lse, wanted)
+    grads = (torch.randn_like(output), torch.randn_like(lse), output, lse)
+    grads = (*grads, residual if residual.numel() else None, wanted)
     torch.library.opcheck(
         torch.ops.saccade.attention_backward.default,
         (*grads, *arguments),
@@ -221,10 +230,10 @@ class TestTransforms:
         arguments = op_arguments(make_case(mask="causal"), requires_grad=False)
         queries = torch.stack([arguments[0], arguments[0] * 2])
         call = torch.ops.saccade.attention.default
-        output, lse = torch.func.vmap(lambda query: call(query, *arguments[1:]))(queries)
+        results = torch.func.vmap(lambda query: call(query, *arguments[1:]))(queries)
         for index in range(2):
             alone = call(queries[index], *arguments[1:])
-            torch.testing.assert_close((output[index], lse[index]), alone)
+            torch.testing.assert_close(tuple(each[index] for each in results), alone)
 
 
 class TestHigherDerivatives:

@@ -19,6 +19,7 @@ from runtime.call_cache.ways import OPERATIONS, WAYS
 
 ROOT = Path(__file__).parents[3]
 FAR = 1e-5  # float32 and some sums in another order
+FAR_IN_HALF = 2.0**-6  # which round a float16 gradient of up to 32 to its neighbour
 
 REFUSED = {  # pages are not cast; the reference reads lengths
     ("paged", "func.grad"): "a gradient of attention over pages",
@@ -55,4 +56,4 @@ def test_first_and_later_calls_are_alike(operation: str, name: str) -> None:
         assert refused in cold["failed"]
     assert again == cold
     assert after == cold
-    assert found["far"] <= FAR
+    assert found["far"] <= (FAR_IN_HALF if operation == "float16" else FAR)

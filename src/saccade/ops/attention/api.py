@@ -24,9 +24,11 @@ from saccade.runtime.spec import (
     Gradients,
     Inputs,
     KernelConfig,
+    Results,
     Variant,
+    all_results,
+    empty_all_results,
     empty_gradients,
-    empty_results,
 )
 from saccade.runtime.validation import prepare, with_causal, with_seed, without_autocast
 from saccade.scores import AnyScore
@@ -53,6 +55,7 @@ def attention(
     value: Tensor,
     *,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -62,8 +65,29 @@ def attention(
     value: Tensor,
     *,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
@@ -76,11 +100,12 @@ def attention(  # breaks function-length: most of it is the docstring
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Each query row becomes the average of the values, weighted by how well its keys match.
 
     Args:
@@ -98,6 +123,8 @@ def attention(  # breaks function-length: most of it is the docstring
         sinks: [query_heads] logits that join the softmax's denominator and carry no value.
         dropout_p: the share of weights that is dropped, in [0, 1); the rest grows to make up.
         return_lse: also return the log-sum-exp of each row's scores (sinks included).
+        return_max_logit: also return the largest score of each head, as QK-clip watches it: scaled
+            and changed by `score`, without sinks, of visible pairs.
         deterministic: gradients are bit-equal from run to run. Forward passes always are.
         implementation: "cpu", "hopper", "triton" or "reference"; None takes the first that fits.
             A named one never falls back: it raises where it cannot serve.
@@ -108,6 +135,9 @@ def attention(  # breaks function-length: most of it is the docstring
         query is [batch, length, heads, dim] in memory, ``output.transpose(1, 2).flatten(2)``
         copies nothing); with `return_lse` also the lse [batch, query_heads, query_len], natural
         logarithm, float32 (float64 for float64). A row that sees nothing gives 0 and -inf.
+        With `return_max_logit`, last, also the largest scores [batch, query_heads], in the lse's
+        dtype and without a gradient; -inf where nothing is visible, NaN beside a row whose lse is
+        NaN.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -127,33 +157,36 @@ def attention(  # breaks function-length: most of it is the docstring
     if unknown:
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("return_max_logit", return_max_logit)
     if causal is not False:
         mask = with_causal(mask, causal)
     call_key, checked = None, None
     if call_cache.plain_options(sinks, dropout_p, deterministic):
         call_key, checked = call_cache.find(
-            query, key, value, mask, score, scale, implementation, config
+            query, key, value, mask, score, scale, implementation, config, return_max_logit
         )
     if checked is not None:
-        output, lse = _attend(Inputs(query, key, value), checked, deterministic, alone=True)
-        return (output, lse) if return_lse else output
+        results = _attend(Inputs(query, key, value), checked, deterministic, alone=True)
+        return _returned(results, return_lse, return_max_logit)
     if call_key is None and shards.any_sharded(query, key, value):
         options = {
             "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
-            "return_lse": return_lse, "deterministic": deterministic,
-            "implementation": implementation, "config": config,
+            "return_lse": return_lse, "return_max_logit": return_max_logit,
+            "deterministic": deterministic, "implementation": implementation,
+            "config": config,
         }  # fmt: skip
         return shards.attention(attention, query, key, value, (), options)
     inputs, variant, problem, config = prepare(
         query, key, value, None, None, None, None,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
-        return_lse=return_lse, deterministic=deterministic, config=config,
+        return_lse=return_lse, return_max_logit=return_max_logit, deterministic=deterministic,
+        config=config,
     )  # fmt: skip
     checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
     call_cache.keep(call_key, checked)
     alone = call_key is not None
-    output, lse = _attend(with_seed(inputs, variant), checked, deterministic, alone=alone)
-    return (output, lse) if return_lse else output
+    results = _attend(with_seed(inputs, variant), checked, deterministic, alone=alone)
+    return _returned(results, return_lse, return_max_logit)
 
 
 @overload
@@ -167,6 +200,7 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: Literal[False] = ...,
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> Tensor: ...
 @overload
@@ -180,8 +214,37 @@ def attention_varlen(
     max_seqlen_q: int | None = ...,
     max_seqlen_k: int | None = ...,
     return_lse: Literal[True],
+    return_max_logit: Literal[False] = ...,
     **options: Unpack[Options],
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[False] = ...,
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention_varlen(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor | None = ...,
+    *,
+    max_seqlen_q: int | None = ...,
+    max_seqlen_k: int | None = ...,
+    return_lse: Literal[True],
+    return_max_logit: Literal[True],
+    **options: Unpack[Options],
+) -> tuple[Tensor, Tensor, Tensor]: ...
 def attention_varlen(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
@@ -198,11 +261,12 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     sinks: Tensor | None = None,
     dropout_p: float = 0.0,
     return_lse: bool = False,
+    return_max_logit: bool = False,
     deterministic: bool = False,
     implementation: str | None = None,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     **unknown: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Attention for sequences of unequal length laid end to end, with no padding between them.
 
     Args:
@@ -214,13 +278,15 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
             count or below it: rows behind are padding (output 0, lse -inf, gradients 0).
         cu_seqlens_k: the same for keys and values; cu_seqlens_q where None.
         max_seqlen_q, max_seqlen_k: the longest lengths, if known; never read from a GPU.
-        mask, causal, score, scale, sinks, dropout_p, return_lse, deterministic, implementation,
-        config: as in `attention`; masks and scores number rows within each sequence, `batch` is the
-            sequence, and their tensors are as long as the longest sequence, or longer.
+        mask, causal, score, scale, sinks, dropout_p, return_lse, return_max_logit, deterministic,
+        implementation, config: as in `attention`; masks and scores number rows within each
+            sequence, `batch` is the sequence, and their tensors are as long as the longest
+            sequence, or longer.
 
     Returns:
         output [tokens, query_heads, value_dim]; with `return_lse` also the lse
-        [query_heads, tokens].
+        [query_heads, tokens]; with `return_max_logit` also the largest scores
+        [sequences, query_heads].
 
     Raises:
         TypeError, ValueError, NotImplementedError: as `attention`.
@@ -238,6 +304,7 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     if unknown:
         raise unknown_options(unknown)
     arguments.check_flag("return_lse", return_lse)
+    arguments.check_flag("return_max_logit", return_max_logit)
     if causal is not False:
         mask = with_causal(mask, causal)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
@@ -245,40 +312,54 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     if call_cache.plain_options(sinks, dropout_p, deterministic):
         call_key, checked = call_cache.find_packed(
             query, key, value, offsets, (max_seqlen_q, max_seqlen_k),
-            mask, score, scale, implementation, config,
+            mask, score, scale, implementation, config, return_max_logit,
         )  # fmt: skip
     if checked is not None:
         inputs = Inputs(query, key, value, None, None, *offsets)
-        output, lse = _attend(inputs, checked, deterministic, alone=True)
-        return (output, lse) if return_lse else output
+        results = _attend(inputs, checked, deterministic, alone=True)
+        return _returned(results, return_lse, return_max_logit)
     if call_key is None and shards.any_sharded(*tensors):
         options = {
             "mask": mask, "score": score, "scale": scale, "sinks": sinks, "dropout_p": dropout_p,
-            "return_lse": return_lse, "deterministic": deterministic,
-            "implementation": implementation, "config": config,
+            "return_lse": return_lse, "return_max_logit": return_max_logit,
+            "deterministic": deterministic, "implementation": implementation, "config": config,
             "max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k,
         }  # fmt: skip
         return shards.attention(attention_varlen, query, key, value, offsets, options)
     inputs, variant, problem, config = prepare(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         mask=mask, score=score, scale=scale, sinks=sinks, dropout_p=dropout_p,
-        return_lse=return_lse, deterministic=deterministic, config=config,
+        return_lse=return_lse, return_max_logit=return_max_logit, deterministic=deterministic,
+        config=config,
     )  # fmt: skip
     checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
     call_cache.keep(call_key, checked)
     alone = call_key is not None
-    output, lse = _attend(with_seed(inputs, variant), checked, deterministic, alone=alone)
-    return (output, lse) if return_lse else output
+    results = _attend(with_seed(inputs, variant), checked, deterministic, alone=alone)
+    return _returned(results, return_lse, return_max_logit)
 
 
 def _attend(
     inputs: Inputs, checked: CheckedCall, deterministic: bool, *, alone: bool = False
 ) -> tuple[Tensor, ...]:
-    """Output and lse of a validated call; the reference is plain PyTorch with its gradients."""
+    """`Results` of a validated call; the reference is plain PyTorch with its gradients."""
     if checked.forward_by == "reference":
         with without_autocast(inputs.query.device):
-            return reference.attention(inputs, checked.variant)
+            results = Results(*reference.attention(inputs, checked.variant))
+            if not checked.variant.max_logit:
+                return results
+            largest = reference.max_logit(inputs, checked.variant, results.lse)
+            return results._replace(max_logit=largest)
     return ATTENTION(inputs, checked, deterministic, alone=alone)
+
+
+def _returned(
+    results: tuple[Any, ...], return_lse: bool, return_max_logit: bool
+) -> Tensor | tuple[Tensor, ...]:
+    """What a call gives of its results."""
+    if return_max_logit:
+        return (*results[: 1 + return_lse], results[3])
+    return (results[0], results[1]) if return_lse else results[0]
 
 
 TENSORS = (
@@ -286,8 +367,12 @@ TENSORS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] tables"
 )
 MODIFIERS = "SymInt[] ints, float[] floats, str mask, str score, float scale, float dropout_p"
-PLAIN_VALUES = f"{MODIFIERS}, int[] config, bool deterministic, str forward_by, str backward_by"
-MASK, CONFIG, DETERMINISTIC, FORWARD_BY, BACKWARD_BY = 2, 6, 7, 8, 9  # among the plain values
+PLAIN_VALUES = (
+    f"{MODIFIERS}, int[] config, bool deterministic, bool residual, bool max_logit, "
+    "str forward_by, str backward_by"
+)
+MASK, CONFIG, DETERMINISTIC, FORWARD_BY, BACKWARD_BY = 2, 6, 7, 10, 11  # among the plain values
+WANTED_RESULTS = slice(8, 10)
 NOTHING = Captured()
 DEFAULT_CONFIG = KernelConfig()  # tiles of the backend's own choice
 
@@ -311,12 +396,21 @@ def modifier_values(variant: Variant, config: KernelConfig | None) -> tuple[Any,
 
 def flatten(checked: CheckedCall, deterministic: bool) -> tuple[Any, ...]:
     """PLAIN_VALUES of a call."""
+    variant, config = checked.variant, checked.config
+    results = variant.residual, variant.max_logit
     chosen = checked.forward_by, checked.backward_by
-    return (*modifier_values(checked.variant, checked.config), deterministic, *chosen)
+    return (*modifier_values(variant, config), deterministic, *results, *chosen)
 
 
 def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     """The variant that tables and plain values stand for."""
+    return modified(tables, plain)._replace(
+        residual=plain[WANTED_RESULTS][0], max_logit=plain[WANTED_RESULTS][1]
+    )
+
+
+def modified(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
+    """The variant that tables and MODIFIERS stand for."""
     ints, floats, mask, score, scale, dropout_p = plain[:6]
     if not (tables or ints or floats):
         return Variant(mask, score, NOTHING, NOTHING, scale, dropout_p)
@@ -339,17 +433,20 @@ def config_of(plain: Sequence[Any]) -> KernelConfig:
 # ---- the forward pass -------------------------------------------------------------------------
 
 
-def _prepare(
-    inputs: Inputs, checked: CheckedCall
-) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
+def _prepare(inputs: Inputs, checked: CheckedCall) -> Callable[[Inputs, Variant], Results]:
     module = module_of("attention", checked.forward_by)
     return module.prepared(inputs, checked.variant, checked.config or DEFAULT_CONFIG)
 
 
-def _run(arguments: Arguments) -> tuple[Tensor, Tensor]:
+def _run(arguments: Arguments) -> tuple[Tensor, ...]:
     inputs, tables, plain = arguments
     module = module_of("attention", plain[FORWARD_BY])
-    return module.forward(inputs, variant_of(tables, plain), config_of(plain))
+    return all_results(module.forward(inputs, variant_of(tables, plain), config_of(plain)))
+
+
+def _empty(arguments: Arguments) -> tuple[Tensor, ...]:
+    inputs, tables, plain = arguments
+    return empty_all_results(inputs, variant_of(tables, plain))
 
 
 # ---- the backward pass ------------------------------------------------------------------------
@@ -363,7 +460,7 @@ def _run_backward(
 ) -> list[Tensor]:
     """Gradients of query, key and value, of sinks where there are any, of the wanted tables."""
     inputs, _, plain = arguments
-    grad_output, grad_lse, output, lse = results
+    grad_output, grad_lse, output, lse, residual = results
     assert output is not None and lse is not None
     if grad_output is None:
         grad_output = torch.zeros_like(output)
@@ -371,8 +468,8 @@ def _run_backward(
         first = _num_mask_tables(plain)
         wanted = [position - first for position in wanted]
     gradients = module_of("attention", plain[BACKWARD_BY], "backward").backward(
-        inputs, variant, config_of(plain), output, lse, grad_output, grad_lse, wanted,
-        plain[DETERMINISTIC],
+        inputs, variant, config_of(plain), Results(output, lse, residual), grad_output, grad_lse,
+        wanted, plain[DETERMINISTIC],
     )  # fmt: skip
     return _listed(gradients, wanted)
 
@@ -409,19 +506,21 @@ ATTENTION = Operation(
     Inputs,
     TENSORS,
     PLAIN_VALUES,
-    num_results=2,
+    num_results=4,
     variant_of=variant_of,
     flatten=flatten,
     prepare=_prepare,
     run=_run,
-    empty=lambda arguments: empty_results(arguments.inputs),
+    empty=_empty,
     gradient=Gradient(
-        schema="Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse",
+        schema="Tensor? grad_output, Tensor? grad_lse, Tensor output, Tensor lse, "
+        "Tensor? residual_of_output",
         results=(0, 1),
-        kept=(0, 1),
+        kept=(0, 1, 2),
         inputs=(0, 1, 2, 3),
         run=_run_backward,
         empty=_empty_backward,
         wanted=_wanted,
+        optional=(2,),
     ),
 )

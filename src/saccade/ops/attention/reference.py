@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
 from saccade.runtime import dropout
+from saccade.runtime.max_logit import of_heads
 from saccade.runtime.spec import Inputs, Variant, accumulate_dtype
 
 
@@ -38,6 +39,21 @@ def attention(
         lse = lse.masked_fill(padding, -torch.inf)  # a sink joins rows of sequences only
         return output.squeeze(0).transpose(0, 1), lse.squeeze(0)
     return output, lse
+
+
+def max_logit(inputs: Inputs, variant: Variant, lse: Tensor) -> Tensor:
+    """The largest visible score of each head, [batch, heads], by sequence if packed.
+
+    -inf where nothing is visible; NaN where a row has the lse NaN.
+    """
+    with torch.no_grad():
+        dense, at, reachable = lay_out(inputs)
+        dense = dense._replace(
+            **{name: getattr(dense, name).to(lse.dtype) for name in dense._fields[:3]}
+        )
+        rows = _largest(score_pairs(dense, variant, at, reachable)[0]).squeeze(-1)
+        rows = rows.squeeze(0) if inputs.cu_seqlens_q is not None else rows
+        return of_heads(rows, lse, inputs.cu_seqlens_q)
 
 
 def lay_out(inputs: Inputs) -> tuple[Inputs, Coordinates, Tensor | None]:

@@ -8,8 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.api import DEFAULT_CONFIG, MODIFIERS, config_of, modifier_values
-from saccade.ops.attention.api import variant_of as attention_variant_of
+from saccade.ops.attention.api import (
+    DEFAULT_CONFIG,
+    MODIFIERS,
+    config_of,
+    modified,
+    modifier_values,
+)
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import Arguments, Operation, not_implemented
@@ -49,7 +54,7 @@ def _prepare(
 def _run(arguments: Arguments) -> tuple[Tensor, Tensor]:
     inputs, tables, plain = arguments
     module = module_of("attention_fp8", plain[FORWARD_BY])
-    variant, config = attention_variant_of(tables, plain), config_of(plain)
+    variant, config = modified(tables, plain), config_of(plain)
     return module.forward(inputs, variant, config, quantisation_of(plain))
 
 
@@ -63,7 +68,7 @@ ATTENTION_FP8 = Operation(
     TENSORS,
     f"{MODIFIERS}, int[] config, {QUANTISATION}, str forward_by",
     num_results=2,
-    variant_of=attention_variant_of,
+    variant_of=modified,
     flatten=_flatten,
     prepare=_prepare,
     run=_run,

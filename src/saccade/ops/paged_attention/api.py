@@ -14,8 +14,8 @@ from saccade.ops.attention.api import (
     DEFAULT_CONFIG,
     MODIFIERS,
     config_of,
+    modified,
     modifier_values,
-    variant_of,
 )
 from saccade.ops.paged_attention import reference
 from saccade.runtime import arguments, backends, call_cache, shards
@@ -192,7 +192,7 @@ def _prepare(
 def _run(arguments: Arguments) -> tuple[Tensor, Tensor]:
     inputs, tables, plain = arguments
     module = module_of("paged_attention", plain[FORWARD_BY])
-    variant, config = variant_of(tables, plain), config_of(plain)
+    variant, config = modified(tables, plain), config_of(plain)
     return module.forward(inputs, variant, config, plain[BATCH_INVARIANT])
 
 
@@ -210,7 +210,7 @@ PAGED = Operation(
     "Tensor[] tables",
     f"{MODIFIERS}, int[] config, bool batch_invariant, str forward_by",
     num_results=2,
-    variant_of=variant_of,
+    variant_of=modified,
     flatten=_flatten,
     prepare=_prepare,
     run=_run,

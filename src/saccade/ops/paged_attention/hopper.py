@@ -188,12 +188,14 @@ def attention_pages_forward(
     gl.warp_specialize(
         [
             (consume, (
-                output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, "unseen", False, 0,
+                output_desc, query, key, value, output, logsumexp, None, None, rules, sinks,
+                schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, "unseen",
+                False, 0,
             )),
             (consume, (
-                output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, "unseen", False, 1,
+                output_desc, query, key, value, output, logsumexp, None, None, rules, sinks,
+                schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE, True, "unseen",
+                False, 1,
             )),
             (produce_pages, (
                 query_desc, key_desc, value_desc, query, key, rules, schedule, rings,

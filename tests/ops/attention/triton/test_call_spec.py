@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from saccade import masks
+from saccade.modifiers.expression import Captured
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import FEW, is_short
-from saccade.runtime.spec import Inputs, empty_gradients, empty_results
+from saccade.runtime.spec import Inputs, Variant, empty_gradients, empty_results
 
 TABLE = torch.zeros(1, 16, dtype=torch.int64)
 
@@ -82,8 +83,11 @@ def test_results_lie_as_all_implementations_have_them(
         Inputs(query, query, value),
         Inputs(packed[0], packed[0], packed[1], None, None, offsets, offsets),
     ):
-        memories, wanted = call_spec.results_memory(inputs), empty_results(inputs)
+        variant = Variant("", "", Captured(), Captured(), 1.0, 0.0, residual=True, max_logit=True)
+        memories, (output, lse) = call_spec.results_memory(inputs, variant), empty_results(inputs)
+        wanted = output, lse, torch.empty_like(output, dtype=torch.int8), lse
         for memory, tensor in zip(memories, wanted, strict=True):
+            assert memory is not None
             made = memory.make()
             assert made.dtype == tensor.dtype
             assert memory.numbers == (*tensor.shape, *tensor.stride())

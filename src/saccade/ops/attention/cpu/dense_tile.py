@@ -134,6 +134,23 @@ def forward(
     return output, lse.squeeze(-1)
 
 
+def largest(
+    query: Float[Tensor, "batch query_heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys value_dim"],
+    variant: Variant,
+    pair_block: PairBlock,
+    masked: bool,
+    nan_safe: bool,
+) -> Float[Tensor, "batch query_heads"]:
+    """The largest visible score of each head in a rectangle."""
+    wide = accumulate_dtype(query.dtype)
+    query, key, value = query.to(wide), key.to(wide), value.to(wide)
+    query, key, _, nonfinite = _set_nonfinite_apart(query, key, value, nan_safe)
+    scaled = query * variant.scale
+    return _score(scaled, key, variant, None, pair_block, masked, nonfinite).changed.amax((2, 3))
+
+
 class Contributions(NamedTuple):
     """A rectangle's contribution in the gradients; `taken`: of tensors that the score captured."""
 

@@ -22,10 +22,12 @@ from saccade.ops.attention.cpu.block_mask import Run
 from saccade.ops.attention.cpu.dense_tile import PairBlock
 from saccade.ops.attention.cpu.flash_tile import PartialTile
 from saccade.ops.attention.cpu.segments import DenseProblem, Segment, clear_padding, parts_of
+from saccade.runtime.rounding import restored, rounded
 from saccade.runtime.spec import (
     Gradients,
     Inputs,
     KernelConfig,
+    Results,
     Variant,
     accumulate_dtype,
     empty_gradients,
@@ -36,25 +38,40 @@ from saccade.runtime.validation import computed_without
 
 
 @computed_without
-def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, Tensor]:
-    """Output and lse; see `saccade.attention`."""
-    wide, parts = _widen_half(inputs), parts_of(inputs)
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> Results:
+    """All results; see `saccade.attention`."""
+    parts = parts_of(inputs)
+    wide = _widened(inputs, exact=variant.residual)
+    problems = [DenseProblem.of(part, wide, variant, config) for part in parts]
+    largest = residual = None
+    if variant.max_logit:
+        wide_dtype, heads = accumulate_dtype(inputs.query.dtype), inputs.query.shape[1]
+        none = inputs.query.new_empty((0, heads), dtype=wide_dtype)
+        largest = torch.cat([none, *map(max_logit, problems)])
     if inputs.cu_seqlens_q is None:
-        output, lse = attend(DenseProblem.of(parts[0], wide, variant, config))
-        return _laid_out(output, inputs.query, heads_inside(inputs.query)), lse.contiguous()
+        exact, lse = attend(problems[0])
+        output = _laid_out(exact, inputs.query, heads_inside(inputs.query))
+        if variant.residual:
+            residual = torch.empty_like(output, dtype=torch.int8)
+            residual.copy_(rounded(exact, output))
+        return Results(output, lse.contiguous(), residual, largest)
     output, lse = empty_results(inputs)
     clear_padding(inputs.cu_seqlens_q, output)
     clear_padding(inputs.cu_seqlens_q, lse, dim=1, number=-torch.inf)
-    for part in parts:
-        of_part = attend(DenseProblem.of(part, wide, variant, config))
-        part.queries(output).copy_(of_part[0])
-        part.lse(lse).copy_(of_part[1])
-    return output, lse
+    if variant.residual:
+        residual = torch.zeros_like(output, dtype=torch.int8)
+    for part, dense in zip(parts, problems, strict=True):
+        exact, of_part = attend(dense)
+        part.queries(output).copy_(exact)
+        part.lse(lse).copy_(of_part)
+        if residual is not None:
+            part.queries(residual).copy_(rounded(exact, part.queries(output)))
+    return Results(output, lse, residual, largest)
 
 
 def prepared(
     inputs: Inputs, variant: Variant, config: KernelConfig
-) -> Callable[[Inputs, Variant], tuple[Tensor, Tensor]]:
+) -> Callable[[Inputs, Variant], Results]:
     """The forward pass for calls like this one; on a CPU nothing is worth preparing."""
     return lambda inputs, variant: forward(inputs, variant, config)
 
@@ -191,8 +208,7 @@ def backward(
     inputs: Inputs,
     variant: Variant,
     config: KernelConfig,
-    output: Tensor,
-    lse: Tensor,
+    saved: Results,
     grad_output: Tensor,
     grad_lse: Tensor | None,
     wanted_tables: Sequence[int],
@@ -202,13 +218,14 @@ def backward(
 
     They are the same from run to run, asked for or not (`deterministic`).
     """
-    wide = _widen_half(inputs)
+    wide = _widened(inputs, exact=True)
+    output = restored(saved.output, saved.residual)
 
     def of_part(part: Segment) -> DenseGradients:
         dense = DenseProblem.of(part, wide, variant, config)
-        results = Results(
+        results = BackwardInputs(
             part.queries(output).to(dense.query.dtype),
-            part.lse(lse),
+            part.lse(saved.lse),
             part.queries(grad_output).to(dense.query.dtype),
             None if grad_lse is None else part.lse(grad_lse),
         )
@@ -243,9 +260,39 @@ def _laid_out(rows: Tensor, like: Tensor, heads_are_inside: bool) -> Tensor:
     return rows.contiguous()
 
 
-def _widen_half(inputs: Inputs) -> Inputs:
-    """float16 as float32, which is more exact, and spares PyTorch's slow float16 products."""
-    if inputs.query.dtype != torch.float16:
+def max_logit(dense: DenseProblem) -> Tensor:
+    """The largest visible score of each head, [batch, heads]; -inf where nothing is visible."""
+    batch, heads = dense.query.shape[:2]
+    wide = accumulate_dtype(dense.query.dtype)
+    largest = dense.query.new_full((batch, heads), -torch.inf, dtype=wide)
+    if dense.sees_nothing:
+        return largest
+    for nan_safe in (False, True):
+        for pair_block, runs in segments.row_tiles(dense):
+            for run in runs:
+                at = pair_block._replace(kv_rows=(run.start, run.stop))
+                for batches in segments.row_pieces(at):
+                    for rows in batches:
+                        for part in segments.key_pieces(rows):
+                            found = dense_tile.largest(
+                                *_rows(dense, part), dense.variant, part, run.masked, nan_safe
+                            )
+                            there = segments.slices_of(dense, part).queries[:2]
+                            largest[there] = torch.maximum(largest[there], found)
+        if not bool(largest.isnan().any()):
+            break  # else perhaps because of a hidden row: once more, NaN-safe
+        if not nan_safe:
+            largest.fill_(-torch.inf)
+    return largest
+
+
+def _widened(inputs: Inputs, exact: bool) -> Inputs:
+    """float16 as float32, which is more exact, and spares PyTorch's slow float16 products.
+
+    exact: bfloat16 as well, as PyTorch's kernel would round what a residual is to keep, and because
+    of its backward pass, whose bfloat16 products take several times as long on most processors.
+    """
+    if inputs.query.dtype != torch.float16 and not (exact and inputs.query.dtype.itemsize == 2):
         return inputs
     query, key, value = inputs.query.float(), inputs.key.float(), inputs.value.float()
     return inputs._replace(query=query, key=key, value=value)
@@ -313,7 +360,7 @@ class GradientSum:
         return self.total
 
 
-class Results(NamedTuple):
+class BackwardInputs(NamedTuple):
     """What the forward pass gave, and the gradients that came back for it."""
 
     output: Tensor
@@ -342,7 +389,7 @@ class _Rows(NamedTuple):
     plain: bool  # the flash kernel knows nothing of a gradient of the lse
 
     @staticmethod
-    def of(dense: DenseProblem, results: Results, nan_safe: bool) -> _Rows:
+    def of(dense: DenseProblem, results: BackwardInputs, nan_safe: bool) -> _Rows:
         output, lse, grad_output, grad_lse = results
         sees_nothing = lse == -torch.inf
         if bool(sees_nothing.any()):
@@ -357,7 +404,9 @@ class _Rows(NamedTuple):
         return _Rows(output, lse, grad_output, row_dot, plain)
 
 
-def differentiate(dense: DenseProblem, results: Results, wanted: Sequence[int]) -> DenseGradients:
+def differentiate(
+    dense: DenseProblem, results: BackwardInputs, wanted: Sequence[int]
+) -> DenseGradients:
     """Gradients of a dense problem, with those of the wanted captured tensors of the score."""
     rows = _Rows.of(dense, results, nan_safe=False)
     grad_sinks = None

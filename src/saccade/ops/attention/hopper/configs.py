@@ -35,6 +35,7 @@ class HopperProblem(NamedTuple):
     packed: bool = False
     aligned: bool = False  # whether queries and keys end together, or whole tiles apart
     read_along: bool = False  # whether the mask reads a tensor along queries or along keys
+    max_logit: bool = False  # whether the largest score of each row is asked for
 
 
 class KernelSchedule(NamedTuple):
@@ -51,7 +52,8 @@ class KernelSchedule(NamedTuple):
     programs: int = 1  # of one multiprocessor
     # Tiles of which the largest score is looked for before scores are weighed: "all"; "unseen":
     # partial tiles and the first full one, after which every row has seen a key; "first": the
-    # first one, where all others are full and every row sees a key of it.
+    # first one, where all others are full and every row sees a key of it. "exact": all, and what
+    # scores are compared with is always the largest, so that in the end it is known.
     max_of: str = "unseen"
     # whether a consumer's partial tiles are those of its rows, and not of the tile's
     skip_masked_tile: bool = False
@@ -90,6 +92,10 @@ def choose(problem: HopperProblem) -> KernelSchedule:
     if OVERRIDE is not None:
         return OVERRIDE
     width = max(problem.head_width, problem.value_width)
+    if problem.max_logit and width <= 128:
+        return KernelSchedule(2, 128, 2, 2, 1, 240, 24, "dynamic", max_of="exact")
+    if problem.max_logit:
+        return KernelSchedule(2, 64, 2, 1, 2, 240, 24, "dynamic", max_of="exact")
     plain = not problem.masked and not problem.scored
     causal = problem.causal and not problem.scored
     aligned = causal and problem.aligned
@@ -369,6 +375,7 @@ def kernel_problem(inputs: Inputs, variant: Variant) -> HopperProblem:
         is_causal(variant.mask), inputs.key.shape[-2], inputs.cu_seqlens_q is not None,
         ends_align(inputs),
         variant.mask != "" and mask_functions(variant.mask).spans_read == 1,
+        variant.max_logit,
     )  # fmt: skip
 
 

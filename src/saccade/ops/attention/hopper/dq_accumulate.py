@@ -116,7 +116,7 @@ def from_the_end():
 
 @triton.jit(do_not_specialize=["mask"])
 def attention_backward_begin(
-    output, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views; grad_lse may be None
+    output, residual, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views, some None
     key, mask, scratch, starts, factor,  # key and mask are None unless there are semaphores
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
@@ -133,7 +133,7 @@ def attention_backward_begin(
     positions = tl.arange(0, QUERY_TILE)
     rows = tile * QUERY_TILE + positions
     lse, dot, saw_nothing = statistics_of(
-        output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+        output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
     if lse_log2 is not None:

@@ -75,11 +75,15 @@ class ForwardMeta(NamedTuple):
 
 @gluon.jit(do_not_specialize=["rules"])
 def attention_forward(
-    query_desc, key_desc, value_desc, output_desc, query, key, value, output, logsumexp, rules,
-    sinks, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
+    query_desc, key_desc, value_desc, output_desc, query, key, value, output, logsumexp, residual,
+    largest, rules, sinks, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
     VALUE_DIM: gl.constexpr, META: gl.constexpr,
 ):  # fmt: skip
-    """One program: tiles of CONSUMERS · 64 rows of one head, one after the other."""
+    """One program: tiles of CONSUMERS · 64 rows of one head, one after the other.
+
+    residual, if there is one, takes what rounding takes from the output (`runtime/rounding.py`),
+    and largest the largest score of each row, if MAX_OF is "exact".
+    """
     rings = make_rings(
         query_desc,
         key_desc,
@@ -95,14 +99,14 @@ def attention_forward(
         gl.warp_specialize(
             [
                 (consume, (
-                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.MAX_OF, META.SKIP_MASKED_TILE, 0,
+                    output_desc, query, key, value, output, logsumexp, residual, largest, rules,
+                    sinks, schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0,
+                    META.OVERLAP_SOFTMAX, META.MAX_OF, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
-                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.MAX_OF, META.SKIP_MASKED_TILE, 1,
+                    output_desc, query, key, value, output, logsumexp, residual, largest, rules,
+                    sinks, schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0,
+                    META.OVERLAP_SOFTMAX, META.MAX_OF, META.SKIP_MASKED_TILE, 1,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -120,19 +124,19 @@ def attention_forward(
         gl.warp_specialize(
             [
                 (consume, (
-                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.MAX_OF, META.SKIP_MASKED_TILE, 0,
+                    output_desc, query, key, value, output, logsumexp, residual, largest, rules,
+                    sinks, schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0,
+                    META.OVERLAP_SOFTMAX, META.MAX_OF, META.SKIP_MASKED_TILE, 0,
                 )),
                 (consume, (
-                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.MAX_OF, META.SKIP_MASKED_TILE, 1,
+                    output_desc, query, key, value, output, logsumexp, residual, largest, rules,
+                    sinks, schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0,
+                    META.OVERLAP_SOFTMAX, META.MAX_OF, META.SKIP_MASKED_TILE, 1,
                 )),
                 (consume, (
-                    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule,
-                    rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0, META.OVERLAP_SOFTMAX,
-                    META.MAX_OF, META.SKIP_MASKED_TILE, 2,
+                    output_desc, query, key, value, output, logsumexp, residual, largest, rules,
+                    sinks, schedule, rings, HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, 0,
+                    META.OVERLAP_SOFTMAX, META.MAX_OF, META.SKIP_MASKED_TILE, 2,
                 )),
                 (produce, (
                     query_desc, key_desc, value_desc, query, key, rules, schedule, rings,
@@ -249,9 +253,9 @@ def consumer_rows(
 
 @gluon.jit
 def consume(
-    output_desc, query, key, value, output, logsumexp, rules, sinks, schedule, rings,
-    HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE:
-    gl.constexpr, OVERLAP_SOFTMAX: gl.constexpr, MAX_OF: gl.constexpr, SKIP_MASKED_TILE:
+    output_desc, query, key, value, output, logsumexp, residual, largest, rules, sinks, schedule,
+    rings, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr,
+    PAGE_SIZE: gl.constexpr, OVERLAP_SOFTMAX: gl.constexpr, MAX_OF: gl.constexpr, SKIP_MASKED_TILE:
     gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that is scheduled. PAGE_SIZE: 0 without pages;
@@ -266,7 +270,7 @@ def consume(
         at = (batch, query_head, first_row, query_len, kv_len)
         state = attend(
             rings.queries[WHICH], rings.keys, rings.values, rules, at, tile_range, tile_iteration,
-            kv_iteration, OVERLAP_SOFTMAX, "all" if rules.score is not None else MAX_OF,
+            kv_iteration, OVERLAP_SOFTMAX, maxima(MAX_OF, rules.score is not None),
             SKIP_MASKED_TILE,
         )  # fmt: skip
         kv_iteration += num_visits(tile_range)
@@ -276,8 +280,8 @@ def consume(
         wait_for_each_other()
         any_nonfinite = flag_at(nonfinite)  # it comes while the tile is finished
         finish(
-            state, output_desc, output, logsumexp, sinks, schedule, at, rings.outputs[WHICH],
-            VALUE_DIM,
+            state, output_desc, output, logsumexp, residual, largest, sinks, schedule, at,
+            rings.outputs[WHICH], VALUE_DIM,
         )  # fmt: skip
         if any_nonfinite != 0:
             # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN), perhaps as scores left
@@ -286,8 +290,9 @@ def consume(
             wait_for_each_other()
             gl.store(nonfinite, 0)
             attend_nan_safe(
-                query, key, value, output, logsumexp, rules, sinks, at, tile_range,
-                rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, PAGE_SIZE,
+                query, key, value, output, logsumexp, residual, largest, rules, sinks, at,
+                tile_range, rings.keys.memory.shape[3], HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM,
+                PAGE_SIZE,
             )  # fmt: skip
             wait_for_each_other()
         tile_iteration += 1
@@ -334,7 +339,7 @@ def attend(
     keys.release(kv_iteration)
     scores = change_and_hide(scores, rules, at, tile_range, begin, partials)
     lazy_max = no_lazy_max(scores)  # [ROWS, 8]: numbers of each row by thread
-    lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
+    lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max, MAX_OF == "exact")
     weights = weights_of(scores, rules, lazy_max)
     weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
     state = (
@@ -374,7 +379,8 @@ def fold_tile(
 
     If OVERLAP_SOFTMAX, the exponents are computed under that sum; else other consumers' are.
     MAX_OF, as in configs.KernelSchedule, says in which tiles pairs may be hidden and lazy maxima
-    are raised before scores are weighed: "all", "first" (so in none of these), or "unseen".
+    are raised before scores are weighed: "all", "exact" (in all, and by however little), "first"
+    (so in none of these), or "unseen".
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     SUMS: gl.constexpr = mma_layout(values.memory.shape[4])
@@ -393,18 +399,20 @@ def fold_tile(
         weighted_sum, scores = warpgroup_mma_wait(0, deps=[sum_token, scores])
         values.release(kv_iteration)
     # A branch keeps the exponents above the wait for the sum: else ptxas has that first.
-    if MAX_OF == "all":
-        new_weights, sums, lazy_max, rescale = weigh_by_largest(scores, rules, lazy_max)
+    if MAX_OF == "all" or MAX_OF == "exact":
+        new_weights, sums, lazy_max, rescale = weigh_by_largest(
+            scores, rules, lazy_max, MAX_OF == "exact"
+        )
     elif MAX_OF == "first":
         new_weights, sums, lazy_max, rescale = weigh_by_reference(scores, rules, lazy_max)
     else:
         if index > tile_range.num_partial:
             new_weights, sums, lazy_max, rescale = weigh_by_reference(scores, rules, lazy_max)
         else:
-            new_weights, sums, lazy_max, rescale = weigh_by_largest(scores, rules, lazy_max)
+            new_weights, sums, lazy_max, rescale = weigh_by_largest(scores, rules, lazy_max, False)
     row_sum = row_sum * rescale + sums
     if OVERLAP_SOFTMAX:
-        if MAX_OF == "all":  # there is none, but this wait is a loop
+        if MAX_OF == "all" or MAX_OF == "exact":  # no branch, but this wait is a loop
             values.wait(kv_iteration + 1)
         weighted_sum, new_weights, row_sum, rescale = warpgroup_mma_wait(
             0, deps=[sum_token, new_weights, row_sum, rescale]
@@ -416,10 +424,10 @@ def fold_tile(
 
 
 @gluon.jit
-def weigh_by_largest(scores, rules, lazy_max):
+def weigh_by_largest(scores, rules, lazy_max, EXACT: gl.constexpr):
     """Weights of a tile, their sums by thread, lazy maxima that were raised if its largest scores
     ask for it, and what shrinks everything before."""
-    lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max)
+    lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max, EXACT)
     weights = weights_of(scores, rules, lazy_max)
     return weights, sum_by_thread(weights), lazy_max, rescale
 
@@ -442,6 +450,12 @@ def multiply_keys(query_tile, key_tile, LAYOUT: gl.constexpr):
     return warpgroup_mma(
         query_tile, key_tile.permute((1, 0)), nothing, use_acc=False, is_async=True
     )
+
+
+@gluon.constexpr_function
+def maxima(max_of, scored):
+    """MAX_OF of a call: scores that the caller changes are looked through in every tile."""
+    return "all" if scored and max_of != "exact" else max_of
 
 
 @gluon.constexpr_function

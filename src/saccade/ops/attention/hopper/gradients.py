@@ -38,6 +38,7 @@ class BackwardInputs(NamedTuple):
     """What a backward pass takes beside the inputs: results of the forward pass, and gradients."""
 
     output: Tensor
+    residual: Tensor | None
     lse: Tensor
     grad_output: Tensor
     grad_lse: Tensor | None
@@ -113,10 +114,11 @@ class HopperBackwardCall(NamedTuple):
 
     def _begin_arguments(self) -> tuple[Any, ...]:
         spec, inputs = self.spec, self.inputs
-        output, lse, grad_output, grad_lse = self.passed
+        output, residual, lse, grad_output, grad_lse = self.passed
         of_rows = lse, grad_lse, self.memory.lse_log2, self.memory.row_dot
         return (
             spec.rows(output, inputs),
+            None if residual is None else spec.rows(residual, inputs),
             spec.rows(grad_output, inputs),
             *(None if numbers is None else spec.numbers(numbers, inputs) for numbers in of_rows),
             *self._semaphore_of(spec),
@@ -200,7 +202,15 @@ class HopperBackwardCall(NamedTuple):
         spec = self.spec
         of_queries = spec.rows(self.memory.of_query, self.inputs)
         changes = rules(self.inputs, self.variant, plan)
-        return self._forward(spec), of_queries, changes, None, None, None  # statistics are there
+        return (
+            self._forward(spec),
+            of_queries,
+            changes,
+            None,
+            None,
+            None,
+            None,
+        )  # statistics are there
 
     def _nan_safe_queries_arguments(self) -> tuple[Any, ...]:
         spec = self.spec

@@ -62,9 +62,9 @@ from saccade.ops.attention.triton.call_spec import (
     remembered,
     results_memory,
 )
-from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Variant, in_order_of
+from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Results, Variant, in_order_of
 
-Forward = Callable[[Inputs, Variant], tuple[Tensor, ...]]
+Forward = Callable[[Inputs, Variant], Results]
 NAMES = ("HEADS_PER_KV_HEAD", "HEAD_DIM", "VALUE_DIM")  # of constants of all calls
 
 
@@ -78,19 +78,20 @@ class HopperForward:
         self.alone = brings_three(inputs, variant) and not self.planned
         self.launches: dict[configs.KernelSchedule, Launch] = {}
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
-        """Output and lse of a call like the one that was prepared."""
+    def __call__(self, inputs: Inputs, variant: Variant) -> Results:
+        """All results of a call like the one that was prepared."""
         inputs = aligned(inputs)  # copies may lie otherwise
         return self._of_lengths(inputs, variant)(inputs, variant)
 
     def of_layout(self, inputs: Inputs, variant: Variant) -> Forward:
         """The pass of calls that lie as these and capture no tensor."""
-        again_by = self._of_lengths(inputs, variant).recorded
+        of_lengths = self._of_lengths(inputs, variant)
+        again_by, memory = of_lengths.recorded, of_lengths.memory
         brought, override = tensors_in(inputs), configs.OVERRIDE
 
-        def forward(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
-            results = again_by.again(brought(inputs)) if configs.OVERRIDE is override else None
-            return self(inputs, variant) if results is None else results
+        def forward(inputs: Inputs, variant: Variant) -> Results:
+            written = again_by.again(brought(inputs)) if configs.OVERRIDE is override else None
+            return self(inputs, variant) if written is None else memory.results(written, inputs)
 
         return forward
 
@@ -146,8 +147,8 @@ class ForwardOfLengths:
         if prepared.planned:
             sizes = tile, chosen.kv_tile
             self.planner = Planner(inputs, variant, geometry, sizes, over_keys=True)
-        output, lse = results_memory(inputs)
-        self.output, self.lse = output.make, lse.make
+        self.memory = results_memory(inputs, variant)
+        self.makers = [memory.make for memory in self.memory if memory is not None]
         queries, spec = geometry.queries, self.spec
         heads = configs.heads_at_once(
             problem.masked, queries.heads * queries.sequences, queries.slots(tile),
@@ -156,33 +157,36 @@ class ForwardOfLengths:
         )  # fmt: skip
         order = tile_scheduler.order_of(queries, tile, heads)
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
-        layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
+        layouts = (*numbers_of(inputs[:3]), *self.memory.numbers)
         self.launch = prepared.launch(chosen).of((*order, queries.batch, *layouts))
         self.recorded = RecordedPass(inputs.query)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
-        """Output and lse of such a call."""
+    def __call__(self, inputs: Inputs, variant: Variant) -> Results:
+        """All results of such a call."""
         tensors = inputs[:3] if self.alone else tensors_of(inputs, variant)
-        return self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
+        written = self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
+        return self.memory.results(written, inputs)
 
     def _run(
         self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = self.output(), self.lse()
+    ) -> tuple[Tensor, ...]:
+        written = tuple([make() for make in self.makers])
         counter = tile_scheduler.counter_of(self.device)
         plan = NO_PLAN if self.planner is None else self.planner(inputs, variant)
-        tensors = (*brought, output, lse, *plan.tensors, counter)
-        call = inputs, variant, output, lse, plan, counter
+        tensors = (*brought, *written, *plan.tensors, counter)
+        call = inputs, variant, written, plan, counter
         self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
-        return output, lse
+        return written
 
     def _arguments(
-        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists,
+        self, inputs: Inputs, variant: Variant, written: tuple[Tensor, ...], plan: TileLists,
         counter: Tensor,
     ) -> tuple[Any, ...]:  # fmt: skip
         numbers, chosen = sourced(self.launch.numbers), self.schedule
+        output, lse, residual, largest = self.memory.placed(written)
+        assert output is not None and lse is not None
         moved = (*inputs[:3], output)
-        spec = self.spec.sourced(numbers[3:], (*moved, lse))
+        spec = self.spec.sourced(numbers[3:], (*inputs[:3], *written))
         packed, widths = spec.packed, [width_of(rows.shape[-1]) for rows in moved]
         sides = (
             (configs.ROWS, widths[0]), (chosen.kv_tile, widths[1]), (chosen.kv_tile, widths[2]),
@@ -196,6 +200,8 @@ class ForwardOfLengths:
             *spec.inputs(inputs),
             spec.rows(output, inputs),
             spec.numbers(lse, inputs),
+            None if residual is None else spec.rows(residual, inputs),
+            None if largest is None else spec.numbers(largest, inputs),
             tile_scheduler.with_gluon_search(rules(inputs, variant, plan.argument())),
             inputs.sinks,
             tile_scheduler.TileOrder(
@@ -219,8 +225,8 @@ def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> Forward:
     return remembered(_forwards, key, lambda: HopperForward(inputs, variant))
 
 
-def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, ...]:
-    """Output and lse; see `saccade.attention`."""
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> Results:
+    """All results; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)
 
 
@@ -231,8 +237,7 @@ def backward(
     inputs: Inputs,
     variant: Variant,
     config: KernelConfig,
-    output: Tensor,
-    lse: Tensor,
+    saved: Results,
     grad_output: Tensor,
     grad_lse: Tensor | None,
     wanted_tables: Sequence[int],
@@ -241,14 +246,16 @@ def backward(
     """Gradients of the inputs, and of the wanted tensors that the score captured."""
     if deterministic and wanted_tables:
         triton_host.refuse_unordered(variant, wanted_tables)
+    output, lse, residual, _ = saved
     inputs, grad_output = aligned(inputs), readable(in_order_of(grad_output, output))
     passed, wants_tables = (
-        BackwardInputs(output, lse, grad_output, grad_lse),
+        BackwardInputs(output, residual, lse, grad_output, grad_lse),
         len(wanted_tables) > 0,
     )
     like = *signature(inputs, variant), wants_tables, deterministic, configs.BACKWARD_OVERRIDE
     key = (
         *like, *lengths_of(inputs), output.stride(), lse.stride(), grad_output.stride(),
+        None if residual is None else residual.stride(),
         None if grad_lse is None else grad_lse.stride(),
     )  # fmt: skip
     prepared = _backwards.get(key)
@@ -373,7 +380,10 @@ class BackwardOfLengths:
         self.programs = min(order[0], self.spec.multiprocessors)
         beside = self.slots, self.side, self.splits, geometry.queries.batch
         self.numbers = (*order, *beside, *self.layouts)
-        self.present = passed.grad_lse is not None, self.in_key_order, self.splits > 1
+        self.present = (
+            passed.grad_lse is not None, passed.residual is not None, self.in_key_order,
+            self.splits > 1,
+        )  # fmt: skip
         self._launches(inputs, variant)
         self.query_pass = None
         if kind.apart:

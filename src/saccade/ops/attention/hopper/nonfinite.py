@@ -15,8 +15,9 @@ from __future__ import annotations
 
 from saccade.gpu.hopper.pipeline import mma_v2
 from saccade.gpu.language import gl, gluon, tl, triton
-from saccade.gpu.online_softmax import softmax_step
+from saccade.gpu.online_softmax import LN_2, softmax_step
 from saccade.gpu.paged_view import inside, slot_pointers
+from saccade.gpu.rounding import residual_of
 from saccade.gpu.tensor_view import row_pointers, store_numbers, wide
 from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, TileRange, nan_safe_parts, nan_safe_start
 from saccade.ops.attention.hopper.softmax import (
@@ -46,7 +47,7 @@ def note_nonfinite(flag, tile):
 
 @gluon.jit
 def attend_nan_safe(
-    query, key, value, output, logsumexp, rules, sinks, at, tile_range,
+    query, key, value, output, logsumexp, residual, largest, rules, sinks, at, tile_range,
     KV_TILE: gl.constexpr, HEADS_PER_KV_HEAD: gl.constexpr,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PAGE_SIZE: gl.constexpr,
 ):  # fmt: skip
@@ -69,14 +70,17 @@ def attend_nan_safe(
             )  # fmt: skip
         row_max, row_sum, weighted_sum = state
         factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
-        attended = weighted_sum * factor[:, None]
+        exact = weighted_sum * factor[:, None]
+        attended = exact.to(output.ptr.dtype.element_ty)
         row, channel = places_of(attended, first_row, first_channel)
-        gl.store(
-            row_pointers(output, batch, query_head, row, channel),
-            attended.to(output.ptr.dtype.element_ty),
-            mask=(row < query_len) & (channel < VALUE_DIM),
-        )
+        exist = (row < query_len) & (channel < VALUE_DIM)
+        gl.store(row_pointers(output, batch, query_head, row, channel), attended, mask=exist)
+        if residual is not None:
+            pointers = row_pointers(residual, batch, query_head, row, channel)
+            gl.store(pointers, residual_of(exact, attended), mask=exist)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
+        if largest is not None:
+            store_numbers(largest, batch, query_head, rows, query_len, row_max * LN_2)
         store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
 
 
@@ -178,7 +182,7 @@ def attention_backward_nan_safe_queries(
     """Gradients of queries once more, NaN-safe, where the flag is raised."""
     if tl.load(flag) != 0:
         attention_backward_queries(
-            forward, grad_query, rules, None, None, None,
+            forward, grad_query, rules, None, None, None, None,
             HEADS_PER_KV_HEAD, HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH,
             QUERY_TILE, KV_TILE, PRECISION, False,
         )  # fmt: skip

@@ -22,6 +22,7 @@ from saccade.gpu.hopper.pipeline import store, wait_for_stores
 from saccade.gpu.hopper.tile_scheduler import tile_from_last
 from saccade.gpu.language import gl, gluon
 from saccade.gpu.online_softmax import LN_2, LOG2_E
+from saccade.gpu.rounding import residual_of
 from saccade.gpu.tensor_view import row_pointers, store_numbers
 
 NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key
@@ -79,8 +80,9 @@ def no_lazy_max(scores):
 
 
 @gluon.jit
-def raise_lazy_max(scores, rules, lazy_max):
-    """The lazy maxima that suit a tile, and what shrinks everything summed before.
+def raise_lazy_max(scores, rules, lazy_max, EXACT: gl.constexpr = False):
+    """The lazy maxima that suit a tile (if EXACT, the largest scores so far), and what shrinks
+    everything summed before.
 
     The maximum is taken in two steps: four short chains of instructions take less time than two
     long ones.
@@ -91,7 +93,10 @@ def raise_lazy_max(scores, rules, lazy_max):
     nothing = gl.zeros([scores.shape[0], 8], gl.float32, LAYOUT)
     largest = gl.max(largest, 1)[:, None] * exponent_factor(rules) + nothing
     lazy_max = gl.convert_layout(lazy_max, LAYOUT)
-    raised = gl.where(largest > lazy_max + SLACK, largest, lazy_max)
+    if EXACT:
+        raised = gl.where(largest > lazy_max, largest, lazy_max)
+    else:
+        raised = gl.where(largest > lazy_max + SLACK, largest, lazy_max)
     return raised, gl.exp2(lazy_max - raised)
 
 
@@ -266,15 +271,21 @@ def places_of(tile, first_row, first_column):
 
 @gluon.jit
 def finish(
-    state, output_desc, output, logsumexp, sinks, schedule, at, memory, VALUE_DIM: gl.constexpr
+    state, output_desc, output, logsumexp, residual, largest, sinks, schedule, at, memory,
+    VALUE_DIM: gl.constexpr,
 ):  # fmt: skip
-    """Divide by the sums of the weights; write output and lse."""
+    """Divide by the sums of the weights; write output and lse, and what else there is to write."""
     row_max, row_sum, weighted_sum = state
     batch, query_head, first_row, query_len, _ = at
     factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
-    attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
+    exact = weighted_sum * along_rows(factor, weighted_sum)
+    attended = exact.to(output_desc.dtype)
     rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
+    if largest is not None:
+        store_numbers(largest, batch, query_head, rows, query_len, row_max * LN_2)
+    if residual is not None:
+        store_residual(residual, exact, attended, at, VALUE_DIM)
     if first_row + ROWS <= query_len:
         output_batch, output_row = schedule.origin(batch, output.data)
         position = (output_batch, query_head, output_row + first_row)
@@ -283,6 +294,16 @@ def finish(
         row, channel = places_of(attended, first_row, 0)
         pointers = row_pointers(output, batch, query_head, row, channel)
         gl.store(pointers, attended, mask=(row < query_len) & (channel < VALUE_DIM))
+
+
+@gluon.jit
+def store_residual(residual, exact, attended, at, VALUE_DIM: gl.constexpr):
+    """Write what rounding took from 64 rows of the output."""
+    batch, query_head, first_row, query_len, _ = at
+    row, channel = places_of(attended, first_row, 0)
+    pointers = row_pointers(residual, batch, query_head, row, channel)
+    exist = (row < query_len) & (channel < VALUE_DIM)
+    gl.store(pointers, residual_of(exact, attended), mask=exist)
 
 
 @gluon.jit

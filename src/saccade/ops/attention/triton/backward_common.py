@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from saccade.gpu.kernel_args import kept
 from saccade.gpu.language import gdc_launch_dependents, tl, triton
 from saccade.gpu.online_softmax import LOG2_E
+from saccade.gpu.rounding import restored
 from saccade.gpu.tensor_view import load_numbers, load_rows, num_rows, row_pointers, store_numbers
 
 
@@ -116,20 +117,22 @@ def drop(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
 # ---- backward preprocess -------------------------------------------------------------------------
 # Two numbers of each query row that every kernel of the backward pass reads.
 #
-# row_dot is Σ grad_output · output; the gradient of the lse enters there and nowhere else. lse_log2
+# row_dot is Σ grad_output · output, of the output before it was rounded where its residual was kept
+# (`runtime/rounding.py`); the gradient of the lse enters there and nowhere else. lse_log2
 # is the lse in base 2, made here once and not again for every tile. Source: FlashAttention-2 (Dao
 # 2023), algorithm 2, line 4 (D there).
 
 
 @triton.jit
 def attention_row_statistics(
-    output, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views; grad_lse may be None
+    output, residual, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
     CHAINED: tl.constexpr,
 ):  # fmt: skip
     """One program: QUERY_TILE rows of one head. CHAINED: the next kernel may start early.
 
-    A row that saw nothing gets row_dot 0 and lse_log2 +inf, which makes all its weights 0.
+    residual and grad_lse may be None. A row that saw nothing gets row_dot 0 and lse_log2 +inf,
+    which makes all its weights 0.
     """
     if CHAINED:
         gdc_launch_dependents()
@@ -137,7 +140,7 @@ def attention_row_statistics(
     query_len = num_rows(output, batch)
     rows = tile * QUERY_TILE + tl.arange(0, QUERY_TILE)
     lse, dot, saw_nothing = statistics_of(
-        output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+        output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
     base_2 = in_base_2(lse, saw_nothing)
@@ -147,12 +150,12 @@ def attention_row_statistics(
 
 @triton.jit
 def statistics_of(
-    output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+    output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """The natural lse of some rows, their row_dot, and which of them saw nothing."""
     results = load_results(
-        output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+        output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
     return statistics_from(results)
@@ -160,23 +163,31 @@ def statistics_of(
 
 @triton.jit
 def load_results(
-    output, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
+    output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """What the statistics of some rows are made from: output, its gradient, lse, its gradient."""
+    """What the statistics of some rows are made from: output, its residual (or None), its
+    gradient, lse, its gradient."""
     attended = load_rows(output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
+    lost = None
+    if residual is not None:
+        lost = load_rows(residual, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
     grad = load_rows(grad_output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
     lse, of_lse = load_numbers(logsumexp, batch, head, rows, query_len, 0.0), 0.0
     if grad_lse is not None:
         of_lse = load_numbers(grad_lse, batch, head, rows, query_len, 0.0)
-    return attended, grad, lse, of_lse
+    return attended, lost, grad, lse, of_lse
 
 
 @triton.jit
 def statistics_from(results):
     """`statistics_of` what `load_results` gave: loads may wait together with others."""
-    attended, grad, lse, of_lse = results
-    dot = tl.sum(attended.to(tl.float32) * grad.to(tl.float32), 1) - of_lse
+    attended, lost, grad, lse, of_lse = results
+    if lost is None:  # noqa: SIM108 (known when compiling)
+        exact = attended.to(tl.float32)
+    else:
+        exact = restored(attended, lost)
+    dot = tl.sum(exact * grad.to(tl.float32), 1) - of_lse
     saw_nothing = lse == float("-inf")
     return lse, tl.where(saw_nothing, 0.0, dot), saw_nothing
 

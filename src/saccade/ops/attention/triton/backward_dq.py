@@ -31,7 +31,7 @@ from saccade.ops.attention.triton.backward_common import (
 
 @triton.jit(do_not_specialize=["rules"])
 def attention_backward_queries(
-    forward, grad_query, rules, output, logsumexp, grad_lse,  # the last may be None, or all three
+    forward, grad_query, rules, output, residual, logsumexp, grad_lse,  # the last four may be None
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,10 +60,10 @@ def attention_backward_queries(
         )  # fmt: skip
     else:
         results = load_results(
-            output, forward.grad_output, logsumexp, grad_lse, batch, query_head, query_rows,
-            query_len, VALUE_DIM, VALUE_WIDTH,
+            output, residual, forward.grad_output, logsumexp, grad_lse, batch, query_head,
+            query_rows, query_len, VALUE_DIM, VALUE_WIDTH,
         )  # fmt: skip
-        grad_tile = results[1]
+        grad_tile = results[2]
     at = (batch, query_head, query_head // HEADS_PER_KV_HEAD, query_start, query_len, kv_len)
     tile_range = rules.mask.tile_range(
         rules.mask, batch, query_head, slot, query_start, (query_len, kv_len),

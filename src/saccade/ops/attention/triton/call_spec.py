@@ -29,10 +29,12 @@ from saccade.modifiers.expression import Captured, Coordinates
 from saccade.modifiers.intervals import Span
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.runtime.max_logit import of_heads
 from saccade.runtime.spec import (
     Inputs,
     KernelConfig,
     LinearInputs,
+    Results,
     Variant,
     accumulate_dtype,
     heads_inside,
@@ -147,8 +149,37 @@ class Memory(NamedTuple):
         return Memory((*shape, *strides), make)
 
 
-def results_memory(inputs: Inputs) -> tuple[Memory, Memory]:
-    """Memory for output and lse, laid out as `empty_results` has it."""
+class ResultsMemory(NamedTuple):
+    """Memory for what a forward pass writes, laid out as `empty_results` has it."""
+
+    output: Memory
+    lse: Memory
+    residual: Memory | None  # int8, as the output
+    largest: Memory | None  # the largest score of each row, as the lse
+
+    @property
+    def numbers(self) -> list[int]:
+        """Shapes and strides of all that there are."""
+        return [number for memory in self if memory is not None for number in memory.numbers]
+
+    def placed(self, written: Sequence[Tensor]) -> list[Tensor | None]:
+        """The tensors that were made of all that there are, in this order; None for the rest."""
+        found = iter(written)
+        return [None if memory is None else next(found) for memory in self]
+
+    def results(self, written: Sequence[Tensor], inputs: Inputs) -> Results:
+        """The results of a call from what its kernel wrote."""
+        if len(written) == 2:
+            return Results(written[0], written[1])
+        output, lse, residual, largest = self.placed(written)
+        assert output is not None and lse is not None
+        if largest is not None:
+            largest = of_heads(largest, lse, inputs.cu_seqlens_q)
+        return Results(output, lse, residual, largest)
+
+
+def results_memory(inputs: Inputs, variant: Variant) -> ResultsMemory:
+    """Memory for the results of a call."""
     query, dim = inputs.query, inputs.value.shape[-1]
     dtype, device = query.dtype, query.device
     if inputs.cu_seqlens_q is not None:
@@ -161,9 +192,12 @@ def results_memory(inputs: Inputs) -> tuple[Memory, Memory]:
         rows, shape = (batch, heads, length), (batch, heads, length, dim)
         strides = beside_channels(shape) if heads_inside(query) else contiguous(shape)
     wide = accumulate_dtype(dtype)
-    return (
+    of_rows = Memory.of(rows, contiguous(rows), wide, device)
+    return ResultsMemory(
         Memory.of(shape, strides, dtype, device),
-        Memory.of(rows, contiguous(rows), wide, device),
+        of_rows,
+        Memory.of(shape, strides, torch.int8, device) if variant.residual else None,
+        of_rows if variant.max_logit else None,
     )
 
 

@@ -10,7 +10,15 @@ from __future__ import annotations
 
 from saccade.gpu.kernel_args import kept
 from saccade.gpu.language import is_hopper, tl, triton
-from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
+from saccade.gpu.online_softmax import (
+    LN_2,
+    LOG2_E,
+    finish_softmax,
+    join_sink,
+    softmax_step,
+    start_softmax,
+)
+from saccade.gpu.rounding import residual_of
 from saccade.gpu.tensor_view import (
     any_nonfinite,
     load_tile,
@@ -33,7 +41,7 @@ from saccade.gpu.wide_heads import load_parts, load_rest, within
 
 @triton.jit(do_not_specialize=["rules"])
 def attention_forward(
-    query, key, value, output, logsumexp,  # Views
+    query, key, value, output, logsumexp, residual, largest,  # Views; the last two may be None
     rules, sinks,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
@@ -43,7 +51,8 @@ def attention_forward(
     """One program: QUERY_TILE rows of one head. Grid: every tile of every head and sequence.
 
     ONE_LOOP: full tiles and partial tiles share one, as tile ranges are so short that the start of
-    another takes longer than a branch in each tile.
+    another takes longer than a branch in each tile. residual: see `runtime/rounding.py`. largest:
+    takes the largest score of each row, so that sinks must join the softmax after it is known.
     """
     batch, query_head, tile, slot = query.find(tl.program_id(0), query.data, QUERY_TILE)
     query_start = tile * QUERY_TILE
@@ -65,7 +74,8 @@ def attention_forward(
     )
     tile_range = if_present(tile_range, query_start < query_len)
 
-    row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)  # [QUERY_TILE] each
+    early_sinks = sinks if largest is None else None
+    row_max, row_sum = start_softmax(early_sinks, query_head, QUERY_TILE)  # [QUERY_TILE] each
     weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
     state = (row_max, row_sum, weighted_sum)
     if not ONE_LOOP and (rules.mask.visible is not None or tile_range.num_full > 0):
@@ -106,7 +116,7 @@ def attention_forward(
         query_tiles = load_parts(
             query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH
         )
-        row_max, row_sum = start_softmax(sinks, query_head, QUERY_TILE)
+        row_max, row_sum = start_softmax(early_sinks, query_head, QUERY_TILE)
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
         for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
             kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
@@ -117,11 +127,19 @@ def attention_forward(
             )  # fmt: skip
 
     row_max, row_sum, weighted_sum = state
+    if largest is not None:
+        store_numbers(largest, batch, query_head, query_rows, query_len, row_max * LN_2)
+        if sinks is not None:
+            rescale, row_max, row_sum = join_sink(sinks, query_head, row_max, row_sum)
+            weighted_sum = weighted_sum * rescale[:, None]
     divisor, natural_lse = finish_softmax(row_max, row_sum)
     if rules.dropout is not None:
         divisor = divisor / rules.dropout.dropout_scale
     attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
     store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
+    if residual is not None:
+        lost = residual_of(attended, attended.to(output.ptr.dtype.element_ty))
+        store_tile(residual, batch, query_head, query_start, query_len, lost, VALUE_DIM)
     store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
 
 

@@ -58,6 +58,7 @@ from saccade.runtime.spec import (
     Gradients,
     Inputs,
     KernelConfig,
+    Results,
     Variant,
     empty_gradients,
     in_order_of,
@@ -72,8 +73,8 @@ class TritonForward:
     def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
         self.spec, self.config = CallSpec.of(inputs), config
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
-        """Output and lse of a call like the one that was prepared."""
+    def __call__(self, inputs: Inputs, variant: Variant) -> Results:
+        """All results of a call like the one that was prepared."""
         inputs = with_unit_channels(inputs)
         return self._of_lengths(inputs, variant)(inputs, variant)
 
@@ -81,11 +82,12 @@ class TritonForward:
         """The pass of calls that lie as these and capture no tensor."""
         if with_unit_channels(inputs) is not inputs:
             return self
-        again_by, brought = self._of_lengths(inputs, variant).recorded, tensors_in(inputs)
+        of_lengths = self._of_lengths(inputs, variant)
+        again_by, memory, brought = of_lengths.recorded, of_lengths.memory, tensors_in(inputs)
 
-        def forward(inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
-            results = again_by.again(brought(inputs))
-            return self(inputs, variant) if results is None else results
+        def forward(inputs: Inputs, variant: Variant) -> Results:
+            written = again_by.again(brought(inputs))
+            return self(inputs, variant) if written is None else memory.results(written, inputs)
 
         return forward
 
@@ -111,35 +113,39 @@ class ForwardOfLengths:
         self.programs = queries.programs(tiles[0])
         self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
-        output, lse = results_memory(inputs)
-        self.output, self.lse = output.make, lse.make
-        layouts = (*numbers_of(inputs[:3]), *output.numbers, *lse.numbers)
+        self.memory = results_memory(inputs, variant)
+        self.makers = [memory.make for memory in self.memory if memory is not None]
+        layouts = (*numbers_of(inputs[:3]), *self.memory.numbers)
         self.launch = launch.of((queries.batch, *layouts))
         self.recorded = RecordedPass(inputs.query)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> tuple[Tensor, ...]:
-        """Output and lse of such a call."""
+    def __call__(self, inputs: Inputs, variant: Variant) -> Results:
+        """All results of such a call."""
         tensors = inputs[:3] if self.alone else tensors_of(inputs, variant)
-        return self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
+        written = self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
+        return self.memory.results(written, inputs)
 
     def _run(
         self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
-    ) -> tuple[Tensor, Tensor]:
-        output, lse = self.output(), self.lse()
+    ) -> tuple[Tensor, ...]:
+        written = tuple([make() for make in self.makers])
         plan = NO_PLAN if self.alone else self.planner(inputs, variant)
-        tensors = (*brought, output, lse, *plan.tensors)
-        call = inputs, variant, output, lse, plan
+        tensors = (*brought, *written, *plan.tensors)
+        call = inputs, variant, written, plan
         self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
-        return output, lse
+        return written
 
     def _arguments(
-        self, inputs: Inputs, variant: Variant, output: Tensor, lse: Tensor, plan: TileLists
+        self, inputs: Inputs, variant: Variant, written: tuple[Tensor, ...], plan: TileLists
     ) -> tuple[Any, ...]:
-        spec = self.spec.sourced(sourced(self.launch.numbers), (*inputs[:3], output, lse))
+        spec = self.spec.sourced(sourced(self.launch.numbers), (*inputs[:3], *written))
+        output, lse, residual, largest = self.memory.placed(written)
         return (
             *spec.inputs(inputs),
             spec.rows(output, inputs),
             spec.numbers(lse, inputs),
+            None if residual is None else spec.rows(residual, inputs),
+            None if largest is None else spec.numbers(largest, inputs),
             rules(inputs, variant, plan.argument()),
             inputs.sinks,
         )
@@ -155,8 +161,8 @@ def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> TritonFo
     return remembered(_forwards, key, lambda: TritonForward(inputs, variant, config))
 
 
-def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> tuple[Tensor, ...]:
-    """Output and lse; see `saccade.attention`."""
+def forward(inputs: Inputs, variant: Variant, config: KernelConfig) -> Results:
+    """All results; see `saccade.attention`."""
     return prepared(inputs, variant, config)(inputs, variant)
 
 
@@ -189,6 +195,7 @@ class ForwardResults(NamedTuple):
     """What the forward pass gave, and the gradients of it."""
 
     output: Tensor
+    residual: Tensor | None
     lse: Tensor
     grad_output: Tensor
     grad_lse: Tensor | None
@@ -205,8 +212,7 @@ def backward(
     inputs: Inputs,
     variant: Variant,
     config: KernelConfig,
-    output: Tensor,
-    lse: Tensor,
+    saved: Results,
     grad_output: Tensor,
     grad_lse: Tensor | None,
     wanted_tables: Sequence[int],
@@ -216,24 +222,26 @@ def backward(
     if deterministic and wanted_tables:
         refuse_unordered(variant, wanted_tables)
     inputs = with_unit_channels(inputs)
+    output, lse, residual, _ = saved
     grad_output = in_order_of(grad_output, output)
     like = *signature(inputs, variant), config
     key = (
         *like, *lengths_of(inputs), deterministic,
-        output.stride(), grad_output.stride(), lse.stride(),
+        output.stride(), None if residual is None else residual.stride(),
+        grad_output.stride(), lse.stride(),
         None if grad_lse is None else grad_lse.stride(),
     )  # fmt: skip
     launches = _launches.get(key)
     new = launches is None
     if launches is None:
         spec = remembered(_specs, like, lambda: CallSpec.of(inputs)).at(inputs)
-        results = ForwardResults(output, lse, grad_output, grad_lse, lse, lse)  # of such layouts
+        results = ForwardResults(output, residual, lse, grad_output, grad_lse, lse, lse)  # so laid
         prepared = functools.partial(prepare, spec, inputs, variant, config, deterministic, results)
         launches = remembered(_launches, key, prepared)
 
     def run() -> Gradients:
         statistics = torch.empty_like(lse), torch.empty_like(lse)
-        results = ForwardResults(output, lse, grad_output, grad_lse, *statistics)
+        results = ForwardResults(output, residual, lse, grad_output, grad_lse, *statistics)
         written = [memory() for memory in launches.gradients]
         if launches.queries is None:
             written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
@@ -245,7 +253,8 @@ def backward(
         remembered(_compiled, kind, lambda: compile_side_by_side(run, launches.spec.device))
     if wanted_tables or inputs.sinks is not None:  # whose gradients PyTorch has a part in
         return run()
-    tensors = (*tensors_of(inputs, variant), output, lse, grad_output, *there_are((grad_lse,)))
+    tensors = tensors_of(inputs, variant)
+    tensors = (*tensors, output, lse, grad_output, *there_are((residual, grad_lse)))
     of_query, of_key, of_value = launches.done(tensors, lambda: run()[:3])
     return Gradients(of_query, of_key, of_value, None, {})
 
@@ -299,7 +308,7 @@ def prepare(
     numbers = (*numbers, *numbers_of(gradients))
     if not ordered:  # what gradients of queries are added up in
         numbers = *numbers, *inputs.query.shape, *contiguous(inputs.query.shape)
-    present = results.grad_lse is not None, ordered
+    present = results.grad_lse is not None, results.residual is not None, ordered
     over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
     return Launches(
         spec,
@@ -367,6 +376,7 @@ class TritonBackwardCall(NamedTuple):
         spec, inputs, results = self._spec(), self.inputs, self.results
         return (
             spec.rows(results.output, inputs),
+            self._residual(spec),
             spec.rows(results.grad_output, inputs),
             spec.numbers(results.lse, inputs),
             None if results.grad_lse is None else spec.numbers(results.grad_lse, inputs),
@@ -418,10 +428,11 @@ class TritonBackwardCall(NamedTuple):
             of_queries = self._forward(spec), spec.rows(of_query, inputs)
             changes = self._rules(plan)
             if self.launches.statistics is not None:
-                return (*of_queries, changes, None, None, None)
+                return (*of_queries, changes, None, None, None, None)
             return (
                 *of_queries, changes,
                 spec.rows(results.output, inputs),
+                self._residual(spec),
                 spec.numbers(results.lse, inputs),
                 None if grad_lse is None else spec.numbers(grad_lse, inputs),
             )  # fmt: skip
@@ -514,6 +525,10 @@ class TritonBackwardCall(NamedTuple):
             spec.numbers(results.lse_log2, inputs),
             spec.numbers(results.row_dot, inputs),
         )
+
+    def _residual(self, spec: CallSpec) -> Any:
+        residual = self.results.residual
+        return None if residual is None else spec.rows(residual, self.inputs)
 
     def _rules(self, plan: TileLists) -> Any:
         return rules(self.inputs, self.variant, plan.argument())
