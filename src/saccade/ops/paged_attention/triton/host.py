@@ -283,6 +283,8 @@ class ChunkLaunch:
                 self._queries(inputs),
                 *self._pages(inputs),
                 *self.spec.results(inputs, output, lse),
+                None,  # no residual: nothing over pages has a gradient
+                None,
                 Rules(*changes, None, variant.scale),
                 inputs.sinks,
             )
