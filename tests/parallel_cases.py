@@ -1,7 +1,7 @@
 """Cases of calls over ranks, run by a few processes beside each other.
 
     python tests/parallel_cases.py FOLDER WORLD [WORLD ...]
-    python tests/parallel_cases.py FOLDER --nccl        # on two GPUs, some of the cases
+    python tests/parallel_cases.py FOLDER --nccl [TEXT]  # on two GPUs; whose names have a text
 
 Each case compares a call over ranks, and its gradients, with the float64 oracle of the whole call.
 For each number of ranks so many processes are forked, as imports take longer than cases; each rank
@@ -548,13 +548,15 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
 
 
 def run_rank_on_gpu(rank: int, world: int, folder: Path) -> None:
-    """Run the cases for NCCL as one rank of a world."""
+    """Run the cases for NCCL, or those whose names have a text, as one rank of a world."""
     global DEVICE
     DEVICE = "cuda"
+    for name in [name for name in NCCL_CASES if "".join(sys.argv[3:]) not in name]:
+        del NCCL_CASES[name]
     run_rank(rank, world, folder)
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["--nccl"]:
+    if sys.argv[2] == "--nccl":
         sys.exit(run_worlds(run_rank_on_gpu, Path(sys.argv[1]), [2], "spawn"))
     sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))

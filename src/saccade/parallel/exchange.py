@@ -2,7 +2,8 @@
 
 A message is sent as soon as it is asked for and awaited where its rows are used, so that what is
 computed meanwhile hides it; in the backward pass the gradients of rows leave likewise, and are
-awaited where they are added up. They are added in 32 bits, in the order of ranks.
+awaited where they are added up. They are added in 32 bits, always in
+the same order.
 
 `torch.distributed` alone is used, with operations that gloo and NCCL both have.
 """
@@ -24,21 +25,34 @@ class Routes(NamedTuple):
     """Which rows one rank sends to each rank, and which it receives from each.
 
     Attributes:
-        send: for each rank the places of rows among those held here.
+        send: for each rank the places of rows among those held here, ascending.
         receive: how many rows come from each rank.
         arrived: the numbers in the whole of all rows that come, ascending.
         order: by which what comes, that of rank 0 first, is brought into that order.
+        inverse: by which that order is brought back into what came.
     """
 
     send: list[Tensor]
     receive: list[int]
     arrived: Tensor
     order: Tensor
+    inverse: Tensor
 
     def to(self, device: torch.device) -> Routes:
         """Indices on a device; numbers stay."""
         send = [rows.to(device) for rows in self.send]
-        return self._replace(send=send, order=self.order.to(device))
+        order, inverse = self.order.to(device), self.inverse.to(device)
+        return self._replace(send=send, order=order, inverse=inverse)
+
+
+def spans_of(picks: Sequence[Tensor]) -> list[tuple[int, int] | None]:
+    """The first place and how many, of places that follow one another; None of others."""
+    found: list[tuple[int, int] | None] = []
+    for pick in picks:
+        first = int(pick[0]) if len(pick) else 0
+        alone = not len(pick) or int(pick[-1]) - first == len(pick) - 1
+        found.append((first, len(pick)) if alone else None)
+    return found
 
 
 class Counts(NamedTuple):
@@ -84,17 +98,23 @@ class Back:
 
 
 class Taken(torch.autograd.Function):
-    """Rows taken along the first dimension; gradients are awaited, and added up in 32 bits."""
+    """Rows taken along the first dimension; gradients are awaited, and added up in 32 bits.
+
+    A rank takes each row once at most, so that nothing is left to the order of atomics.
+    """
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, rows: Tensor, picks: Sequence[Tensor] | None, deterministic: bool, back: Back
-    ) -> Tensor:
-        ctx.picks, ctx.shape, ctx.back = picks, rows.shape, back
-        ctx.at_once = not deterministic or rows.device.type == "cpu"
+        ctx: Any, rows: Tensor, picks: Sequence[Tensor] | None,
+        spans: Sequence[tuple[int, int] | None], back: Back,
+    ) -> Tensor:  # fmt: skip
+        ctx.picks, ctx.spans, ctx.shape, ctx.back = picks, spans, rows.shape, back
         if picks is None:  # all rows, as they lie
             return rows.view_as(rows)
-        return rows.index_select(0, torch.cat(list(picks)))
+        return torch.cat([
+            rows.index_select(0, pick) if span is None else rows.narrow(0, *span)
+            for pick, span in zip(picks, spans, strict=True)
+        ])  # fmt: skip
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
@@ -103,14 +123,35 @@ class Taken(torch.autograd.Function):
             grad, ctx.back.message = ctx.back.message.wait(), None
         if ctx.picks is None:
             return grad, None, None, None
-        found = grad.new_zeros(ctx.shape, dtype=accumulate_dtype(grad.dtype))
-        if ctx.at_once:
-            found.index_add_(0, torch.cat(list(ctx.picks)), grad.to(found.dtype))
-        else:  # a rank gets each row once, so that nothing is left to the order of atomics
-            parts = grad.split([len(pick) for pick in ctx.picks])
-            for pick, part in zip(ctx.picks, parts, strict=True):
-                found[pick] += part.to(found.dtype)
+        parts = list(
+            zip(ctx.spans, ctx.picks, grad.split([len(p) for p in ctx.picks]), strict=True)
+        )
+        every = (0, ctx.shape[0])
+        parts.sort(key=lambda part: part[0] != every)  # the first may have all rows
+        wide, found = accumulate_dtype(grad.dtype), None
+        if parts and parts[0][0] == every:
+            found = parts.pop(0)[2].to(wide, copy=True)
+        else:
+            found = grad.new_zeros(ctx.shape, dtype=wide)
+        for span, pick, part in parts:
+            if span is None:
+                found.index_add_(0, pick, part.to(wide))
+            else:
+                found.narrow(0, *span).add_(part)
         return found.to(grad.dtype), None, None, None
+
+
+class Permuted(torch.autograd.Function):
+    """Rows in another order; their gradients are brought back, not added."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, inverse: Tensor) -> Tensor:  # noqa: D102
+        ctx.inverse = inverse
+        return rows.index_select(0, order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
+        return grads[0].index_select(0, ctx.inverse), None, None
 
 
 class Arrived(torch.autograd.Function):
@@ -136,16 +177,17 @@ class Sending:
 
     def __init__(
         self, plan: Any, rows: Tensor, picks: Sequence[Tensor] | None, receive: list[int],
-        what: str, deterministic: bool = False, sizes: list[int] | None = None,
+        what: str, spans: Sequence[tuple[int, int] | None] = (), sizes: list[int] | None = None,
     ) -> None:  # fmt: skip
-        """rows: [rows, ...]. picks: for each rank the places of what it gets, on the rows' device;
-        None: rows lie in the order of ranks, `sizes` of them for each."""
+        """rows: [rows, ...]. picks: for each rank the places of what it gets, on the rows' device,
+        and spans, those that follow one another; None: rows lie in the order of ranks, `sizes` of
+        them for each."""
         self.back = Back()
         if picks is not None:
             sizes = [len(pick) for pick in picks]
         assert sizes is not None
         self.counts = Counts(sizes, receive)
-        self.taken: Any = Taken.apply(rows, picks, deterministic, self.back)
+        self.taken: Any = Taken.apply(rows, picks, spans, self.back)
         self.message = Message(plan, self.taken, self.counts, what)
 
     def wait(self) -> Tensor:

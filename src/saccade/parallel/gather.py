@@ -10,14 +10,15 @@ message.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from saccade.modifiers.modifier import ShardRange
-from saccade.parallel.exchange import Routes, Sending
+from saccade.parallel.exchange import Routes, Sending, spans_of
 from saccade.parallel.local import LocalCall, heads_of, joined, rows_first
-from saccade.parallel.runs import Cut, Part, parts_of
+from saccade.parallel.runs import Cut, Divided, Part, parts_of
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
@@ -31,22 +32,34 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
     ranges = [(0, len(routes.arrived))] if parts is None else [part.kv for part in parts]
     if plan.sends_nothing:
         keys = _own_keys(call, routes, ranges)
-        return _attend(call, call.query, keys, heads_of(0, query_heads, query_heads), parts)
+        (queries,) = _queries(call, [(0, query_heads)], parts)
+        return _attend(call, queries, keys, heads_of(0, query_heads, query_heads), parts)
     groups = 2 if kv_heads % 2 == 0 else 1
+    spans = plan.memory.get("spans")
+    if spans is None:
+        spans = plan.memory["spans"] = spans_of(plan.routes.send)
     sent = [
-        Sending(
-            plan, rows_first(some), routes.send, routes.receive, "keys", call.options.deterministic
-        )
+        Sending(plan, rows_first(some), routes.send, routes.receive, "keys", spans)
         for some in joined(call.key, call.value).chunk(groups, 1)
     ]
     size, found = query_heads // groups, []
-    for number, (message, query) in enumerate(zip(sent, call.query.chunk(groups, 1), strict=True)):
-        rows = message.wait().index_select(0, routes.order)
-        keys = Cut.apply(rows, ranges, head_dim)
-        found.append(
-            _attend(call, query, keys, heads_of(number * size, size, query_heads), parts)  # type: ignore[arg-type]
-        )
+    queries = _queries(call, [(number * size, size) for number in range(groups)], parts)
+    for number, message in enumerate(sent):
+        keys: Any = Cut.apply(message.wait(), routes, ranges, head_dim)
+        heads = heads_of(number * size, size, query_heads)
+        found.append(_attend(call, queries[number], keys, heads, parts))
     return _beside(found, 1)
+
+
+def _queries(
+    call: LocalCall, heads: list[tuple[int, int]], parts: list[Part] | None
+) -> list[tuple[Tensor, ...]]:
+    """The queries of each part, for each of several heads."""
+    rows = [(0, call.query.shape[2])] if parts is None else [part.query for part in parts]
+    if len(heads) == len(rows) == 1:
+        return [(call.query,)]
+    found: Any = Divided.apply(call.query, heads, rows)
+    return [found[first : first + len(rows)] for first in range(0, len(found), len(rows))]
 
 
 def _own_keys(
@@ -62,7 +75,7 @@ def _own_keys(
 
 
 def _attend(
-    call: LocalCall, query: Tensor, keys: Sequence[Tensor], heads: ShardRange,
+    call: LocalCall, queries: Sequence[Tensor], keys: Sequence[Tensor], heads: ShardRange,
     parts: list[Part] | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and lse of some heads, from the keys and values of each part."""
@@ -70,8 +83,7 @@ def _attend(
     if parts is None:
         arrived = call.plan.routes.arrived
         mask, score = call.mask_of(arrived, "gather"), call.score_of(arrived, "gather")
-        return call.attend(query, keys[0], keys[1], *call.of_heads(mask, score, heads), sinks)
-    queries = query.split([part.query[1] for part in parts], 2) if len(parts) > 1 else [query]
+        return call.attend(queries[0], keys[0], keys[1], *call.of_heads(mask, score, heads), sinks)
     found = []
     for part, some, key, value in zip(parts, queries, keys[::2], keys[1::2], strict=True):
         if part.offsets is None:

@@ -221,7 +221,7 @@ class Plan:
         send = [torch.searchsorted(self.rows, self.needed_rows(to, self.rank)) for to in others]
         receive = [self.needed_rows(self.rank, of) for of in others]
         arrived, order = torch.cat(receive).sort()
-        return Routes(send, [len(rows) for rows in receive], arrived, order)
+        return Routes(send, [len(rows) for rows in receive], arrived, order, order.argsort())
 
     def on(self, device: torch.device, name: str) -> Tensor:
         """An attribute, "rows", "order", "places" or "cu_seqlens", on a device."""

@@ -17,6 +17,7 @@ from torch import Tensor
 from saccade import masks
 from saccade.masks import Mask
 from saccade.modifiers.normal_form import by_distance, is_causal
+from saccade.parallel.exchange import Routes
 from saccade.parallel.local import Offsets, heads_first, rows_first
 from saccade.parallel.planner import Plan
 from saccade.parallel.work import needs
@@ -150,6 +151,25 @@ def _offsets(runs: list[_Run], sequences: Tensor, device: torch.device) -> Offse
     return Offsets(query.to(device), kv.to(device), *longest)
 
 
+class Divided(torch.autograd.Function):
+    """Queries of several calls, cut out of all; their gradients are written where they belong."""
+
+    @staticmethod
+    def forward(  # noqa: D102
+        ctx: Any, query: Tensor, heads: Sequence[tuple[int, int]], rows: Sequence[tuple[int, int]]
+    ) -> tuple[Tensor, ...]:
+        ctx.like, ctx.heads, ctx.rows = torch.empty_like(query, device="meta"), heads, rows
+        return tuple(query.narrow(1, *some).narrow(2, *part) for some in heads for part in rows)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # noqa: D102
+        total = torch.empty_like(ctx.like, device=grads[0].device)
+        ways = ((some, part) for some in ctx.heads for part in ctx.rows)
+        for (some, part), grad in zip(ways, grads, strict=True):
+            total.narrow(1, *some).narrow(2, *part).copy_(grad)
+        return total, None, None
+
+
 class Cut(torch.autograd.Function):
     """Keys and values of several calls, cut out of what arrived; their gradients are added once.
 
@@ -158,10 +178,11 @@ class Cut(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: D102
-        ctx: Any, rows: Tensor, ranges: Sequence[tuple[int, int]], head_dim: int
+        ctx: Any, arrived: Tensor, routes: Routes, ranges: Sequence[tuple[int, int]], head_dim: int
     ) -> tuple[Tensor, ...]:
-        ctx.shape, ctx.ranges, ctx.head_dim = rows.shape, ranges, head_dim
-        found = []
+        ctx.shape, ctx.inverse = arrived.shape, routes.inverse
+        ctx.ranges, ctx.head_dim = ranges, head_dim
+        rows, found = arrived.index_select(0, routes.order), []
         for first, size in ranges:
             part = heads_first(rows.narrow(0, first, size))
             found += [part[..., :head_dim], part[..., head_dim:]]
@@ -187,4 +208,4 @@ class Cut(torch.autograd.Function):
                     there[..., channels].add_(rows_first(grad))
                 else:
                     there[..., channels].copy_(rows_first(grad))
-        return total.to(dtype), None, None
+        return total.index_select(0, ctx.inverse).to(dtype), None, None, None

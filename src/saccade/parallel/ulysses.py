@@ -8,24 +8,27 @@ Source: Jacobs et al. 2023, "DeepSpeed Ulysses", section 3.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from saccade.parallel.costs import ulysses_unsupported
-from saccade.parallel.exchange import Back, Sending, Taken
+from saccade.parallel.exchange import Back, Permuted, Sending, Taken
 from saccade.parallel.local import LocalCall, Offsets, heads_first, heads_of, joined
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
     """Output of this rank's rows, and their lse where it is asked for."""
     plan, sizes = call.plan, call.plan.sizes
+    permuted: Any = Permuted.apply
     counts = [len(plan.rows_of(rank)) for rank in range(plan.ranks)]
     heads, rows = sizes.query_heads // plan.ranks, len(plan.rows)
     places, order = (plan.on(call.query.device, name) for name in ("places", "order"))
     assert not ulysses_unsupported(plan.ranks, sizes.query_heads, sizes.kv_heads)
     payload = torch.cat([_by_rank(call.query, plan.ranks), _keys_by_rank(call)], -1).flatten(0, 1)
     arrived = _exchanged(call, payload, [rows] * plan.ranks, counts, "rows of heads")
-    arrived = arrived.index_select(0, places)
+    arrived = permuted(arrived, places, order)
     queries = sizes.batch * heads * sizes.head_dim
     query = arrived[:, :queries].reshape(-1, sizes.batch, heads, sizes.head_dim)
     width = sizes.head_dim + sizes.value_dim
@@ -37,7 +40,7 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
 
     def back(given: Tensor, what: str) -> Tensor:
         """This rank's rows of all heads, of [rows, batch, heads, dim] of some."""
-        sent = given.index_select(0, order).flatten(1)
+        sent = permuted(given, order, places).flatten(1)
         found = _exchanged(call, sent, counts, [rows] * plan.ranks, what)
         found = found.view(plan.ranks, rows, sizes.batch, heads, given.shape[-1])
         return found.permute(2, 0, 3, 1, 4).flatten(1, 2)
@@ -70,7 +73,7 @@ def _keys_by_rank(call: LocalCall) -> Tensor:
     if picks is None:
         numbers = torch.arange(plan.ranks) * heads // group
         picks = plan.memory["heads", keys.device] = numbers.to(keys.device).split(1)
-    taken = Taken.apply(keys.transpose(0, 1), picks, call.options.deterministic, Back())
+    taken = Taken.apply(keys.transpose(0, 1), picks, [None] * len(picks), Back())
     return _by_rank(taken.transpose(0, 1), plan.ranks)  # type: ignore[union-attr]
 
 
