@@ -113,6 +113,8 @@ class Result:
             a forward pass, of a head's gradients of a backward pass.
         tokens_per_second, first_seconds, losses, gradient_norms: of training steps alone: the time
             of the first step, which compiles, and what the first steps gave from the same weights.
+        floor_ms: of an engine's steps alone: the time in which their weights and their cache can be
+            read once, at the rate of a copy in the same run.
         load: of an engine under load alone, whose times above are those to the first token: what
             arrived and what came of it (`LOAD_FIELDS`).
     """
@@ -138,6 +140,7 @@ class Result:
     first_seconds: float | None = None
     losses: list[float] | None = None
     gradient_norms: list[float] | None = None
+    floor_ms: float | None = None
     load: dict[str, Any] | None = None
 
     @property
