@@ -76,6 +76,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         for memory in memories:
             monkeypatch.setattr(module, memory, {})
     monkeypatch.setattr(delta_host, "current_device", lambda tensor: 0)
+    monkeypatch.setattr(recording, "STEP_BY_STEP", 1)
     with host_times.pretended(), pytest.MonkeyPatch.context() as patched:  # undone in that order
         patched.setattr(machine_code, "variant", variant)
         patched.setattr(driver, "tensor_map", lambda kind, at, *_: struct.pack("Q120x", at))

@@ -92,11 +92,11 @@ TRACING = (MODES.FAKE, MODES.PROXY, MODES.FUNCTIONAL)  # modes in which numbers 
 
 def values_readable(tensor: Tensor) -> bool:
     """Whether a tensor's values may be read now: not while tracing or under vmap or grad."""
+    if type(tensor) is not Tensor or not (tensor.device.type == "cpu" or _checked.get()):
+        return False  # at once: every call over pages asks
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    if any(torch._C._get_dispatch_mode(mode) is not None for mode in TRACING):
-        return False
-    return type(tensor) is Tensor and (tensor.device.type == "cpu" or _checked.get())
+    return all(torch._C._get_dispatch_mode(mode) is None for mode in TRACING)
 
 
 INTEGERS = (torch.int32, torch.int64)

@@ -138,10 +138,8 @@ def find(
         return None, None
     options = mask, score, scale, implementation, config, max_logit
     layout = _layout_of(query, key, value, *options)
-    if layout is None:
-        return None, None
-    found = _layouts.get(layout)
-    if found is not None:
+    found = None if layout is None else _layouts.get(layout)
+    if layout is None or found is not None:
         return layout, found
     kind = key_of(query, key, value, *options)
     return kind, _with_layout(layout, lookup(kind))
@@ -174,7 +172,7 @@ def find_packed(
 
 
 def _layout_of(
-    query: Tensor, key: Tensor, value: Tensor, mask: AnyMask, score: AnyScore, scale: float | None,
+    query: Tensor, key: Tensor, value: Tensor, mask: Any, score: Any, scale: float | None,
     implementation: str | None, config: AnyConfig, max_logit: bool,
 ) -> tuple[Any, ...] | None:  # fmt: skip
     """All that tells calls apart but addresses; None: tensors do not lie alike in plain memory."""
@@ -183,19 +181,18 @@ def _layout_of(
         return None
     if not (query.layout is strided and key.layout is strided and value.layout is strided):
         return None
+    of_mask = of_score = None  # all that tells those without tensors apart, sooner than their hash
+    if mask is not None:
+        captured = mask.captured
+        of_mask = mask.key, *captured.ints, *captured.floats
+    if score is not None:
+        captured = score.captured
+        of_score = score.key, *captured.ints, *captured.floats
     return (
         query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(),
-        dtype, device, _of_modifier(mask), _of_modifier(score), scale, implementation, config,
-        max_logit, precision(dtype),
+        dtype, device, of_mask, of_score, scale, implementation, config, max_logit,
+        precision(dtype),
     )  # fmt: skip
-
-
-def _of_modifier(modifier: Any) -> tuple[Any, ...] | None:
-    """All that tells modifiers without tensors apart, which is found sooner than their hash."""
-    if modifier is None:
-        return None
-    captured = modifier.captured
-    return modifier.key, tuple(captured.ints), tuple(captured.floats)
 
 
 def _with_layout(layout: tuple[Any, ...], kind: CheckedCall | None) -> CheckedCall | None:
@@ -355,8 +352,8 @@ def key_of_any(
 
 
 def _must_be_validated(
-    mask: AnyMask,
-    score: AnyScore,
+    mask: Any,
+    score: Any,
     scale: float | None,
     implementation: str | None,
     config: AnyConfig,
@@ -367,19 +364,14 @@ def _must_be_validated(
     """
     return bool(
         torch.compiler.is_compiling()
-        or observed()
         or torch._C._is_any_autocast_enabled()
-        or (mask is not None and not _captures_no_tensor(mask, Mask))
-        or (score is not None and not _captures_no_tensor(score, Score))
+        or observed()
+        or (mask is not None and (type(mask) is not Mask or mask.captured.tensors))
+        or (score is not None and (type(score) is not Score or score.captured.tensors))
         or (scale is not None and type(scale) is not float)
         or (implementation is not None and type(implementation) is not str)
         or (config is not None and type(config) is not KernelConfig)
     )
-
-
-def _captures_no_tensor(modifier: Any, kind: type) -> bool:
-    """Whether it is a mask or score whose key and numbers say all that it computes."""
-    return type(modifier) is kind and not modifier.captured.tensors
 
 
 def lookup(key: tuple[Any, ...] | None) -> CheckedCall | None:

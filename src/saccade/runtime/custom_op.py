@@ -15,6 +15,8 @@ profilers see no difference.
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -211,18 +213,20 @@ class Operation:
     def gradients(self, ctx: Any, call: Callable[..., Any], grads: Sequence[Any]) -> list[Any]:
         """Gradients of every input and table, None where there is none.
 
-        `call` runs the backward pass on (wanted tables, plain values, *tensors).
+        `call` runs the backward pass on (wanted tables, plain values, gradients of results and
+        kept results, inputs, tables).
         """
         gradient, end = self.gradient, self.num_inputs
         assert gradient is not None
         saved = ctx.saved_tensors  # read once: checkpointing recomputes them for one reading
         found: list[Any] = [None] * (len(saved) - len(gradient.kept))
         arrived = [grads[n] for n in gradient.results]
-        if all(grad is None for grad in arrived):
+        if not any([grad is not None for grad in arrived]):
             return found
-        inputs, tables = saved[:end], saved[end + len(gradient.kept) :]
-        kept = saved[end : end + len(gradient.kept)]
-        gradients = iter(call(ctx.wanted, ctx.plain, *arrived, *kept, *inputs, *tables))
+        first_table = end + len(gradient.kept)
+        inputs, tables = saved[:end], saved[first_table:]
+        results = (*arrived, *saved[end:first_table])
+        gradients = iter(call(ctx.wanted, ctx.plain, results, inputs, tables))
         for position in gradient.inputs:
             if inputs[position] is not None:
                 found[position] = next(gradients)
@@ -240,17 +244,16 @@ class Operation:
         return self.backward_op(*tensors[:first], *choice, *joined, *plain)
 
     def backward(
-        self, variant: Any, wanted: list[int], plain: tuple[Any, ...], *tensors: Any
-    ) -> Sequence[Tensor]:
+        self, variant: Any, wanted: list[int], plain: tuple[Any, ...], results: Sequence[Any],
+        inputs: Sequence[Any], tables: Sequence[Any],
+    ) -> Sequence[Tensor]:  # fmt: skip
         """The backward pass: straight to the backend unless it is observed or differentiated."""
-        if torch.is_grad_enabled() or not unobserved(tensors):
-            return enter(OperationBackward, self, wanted, plain, *tensors)
+        if torch.is_grad_enabled() or not unobserved((*results, *inputs, *tables)):
+            return enter(OperationBackward, self, wanted, plain, *results, *inputs, *tables)
         assert self.gradient is not None
-        first = self.gradient.num_results
-        end = first + self.num_inputs
-        arguments = Arguments(self.inputs(*tensors[first:end]), tensors[end:], plain)
-        variant = variant or self.variant_of(arguments.tables, plain)
-        return self.gradient.run(arguments, tensors[:first], wanted, variant)
+        variant = variant or self.variant_of(tables, plain)
+        arguments = Arguments(self.inputs(*inputs), tables, plain)
+        return self.gradient.run(arguments, results, wanted, variant)
 
     def _split_backward(self, arguments: Sequence[Any]) -> tuple[Any, list[int], Arguments]:
         assert self.gradient is not None
@@ -274,7 +277,10 @@ class Operation:
         self.save(ctx, (*parts.inputs, *parts.tables), parts.plain, output)
 
     def _registered_backward(self, ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        gradients = self.gradients(ctx, self.call_backward, grads)
+        def call(wanted: list[int], plain: Sequence[Any], *parts: Sequence[Any]) -> list[Tensor]:
+            return self.call_backward(wanted, plain, *itertools.chain(*parts))
+
+        gradients = self.gradients(ctx, call, grads)
         # Beside a list of tensors, PyTorch wants an empty list, not None, for each empty list.
         of_plain = [[] if self.has_tables and value == [] else None for value in ctx.plain]
         end = self.num_inputs
@@ -336,8 +342,8 @@ class OperationFunction(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        call, *tensors = inputs
-        call.operation.save(ctx, tensors, call.plain, output)
+        call = inputs[0]
+        call.operation.save(ctx, inputs[1:], call.plain, output)
         ctx.operation = call.operation
         # A variant that holds tables would keep them from hooks that put saved tensors elsewhere.
         ctx.variant = None if call.checked.tables else call.checked.variant
@@ -345,10 +351,7 @@ class OperationFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         operation, variant = ctx.operation, ctx.variant
-
-        def call(*arguments: Any) -> Any:
-            return operation.backward(variant, *arguments)
-
+        call = functools.partial(operation.backward, variant)
         return (None, *operation.gradients(ctx, call, grads))
 
     @staticmethod

@@ -125,6 +125,8 @@ def in_order_of(rows: Tensor, pattern: Tensor) -> Tensor:
     keeps their number down. Gradients that come otherwise are those of a function of the output
     itself, such as its sum.
     """
+    if rows.stride() == pattern.stride():
+        return rows
     sizes = zip(rows.shape, rows.stride(), pattern.stride(), strict=True)
     if all([step == wanted or size == 1 for size, step, wanted in sizes]):
         return rows
