@@ -46,9 +46,9 @@ Triton's cache: fla tries dozens of configs of each kernel, and they are divided
 processes. Then one process times. fla measures each config for 20 ms there (Triton's own 100 ms
 would take minutes). Cases are told as they end; after --seconds no other begins.
 
-  delta_times.py --json delta.jsonl                  all cases of a GPU, in about 4 minutes
+  delta_times.py --json times.json                   all cases of a GPU, in about 4 minutes
   delta_times.py long --kernels                      and what each kernel takes
-  delta_times.py --device cpu --json delta.jsonl     what benchmarks/results/cpu/delta_rule.txt has
+  delta_times.py --device cpu --json times.json     as benchmarks/results/cpu/delta_times.json
 
 FLA_INTRACARD_CP=1 lets fla split one long packed sequence where nothing needs gradients.
 """
