@@ -226,7 +226,8 @@ assert recalled[LENGTH][0] > 0.9 and recalled[LENGTH][1] < 0.1
 
 # %% [markdown]
 # [linear.md](../linear.md) goes on from here: chunks in the library's source, gradients, decay, and
-# kernels.
+# kernels. A state that takes back what is wrong is the subject of
+# [chapter 11](11_delta_rule.py).
 #
 # ## Change this and see
 #
