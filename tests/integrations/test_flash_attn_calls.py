@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import saccade
 import saccade.integrations.flash_attn as shim
 from saccade.integrations.flash_attn import rotary, version_3
 
@@ -274,6 +275,24 @@ def test_version_3_with_tensors_in_one_and_with_a_cache() -> None:
     )  # fmt: skip
     torch.testing.assert_close(found, wanted, **CLOSE)
     assert lse.shape == (2, 4, 7) and torch.equal(cache[0][:, :7], k)
+
+
+def test_version_3_in_fp8() -> None:
+    q, k, v = (rows.to(torch.float8_e4m3fn) for rows in qkv())
+    scale = torch.tensor([[0.5, 2.0], [1.0, 1.5]])
+    options: dict[str, Any] = {"causal": True, "return_attn_probs": True}
+    output, lse = third.flash_attn_func(q, k, v, None, k_descale=scale, **options)
+    rows = [each.transpose(1, 2) for each in (q, k, v)]
+    wanted = saccade.attention_fp8(*rows, key_scale=scale, causal=True, return_lse=True)
+    torch.testing.assert_close((output.transpose(1, 2), lse), wanted, **SAME)
+    q, k, v = (rows.to(torch.float8_e4m3fn) for rows in packed())
+    found = third.flash_attn_varlen_func(
+        q, k, v, OFFSETS, OFFSETS, 7, 7, v_descale=torch.tensor(2.0), **options
+    )
+    wanted = saccade.attention_fp8_varlen(
+        q, k, v, OFFSETS, value_scale=torch.tensor(2.0), causal=True, return_lse=True
+    )
+    torch.testing.assert_close(found, wanted, **SAME)
 
 
 def test_version_3_refuses_by_name_what_would_change_the_result() -> None:

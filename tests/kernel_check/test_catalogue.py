@@ -11,6 +11,7 @@ from saccade.kernel_check.calls import KERNELS, PASSES, KernelCall, PagedCall
 from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.triton import configs
+from saccade.ops.attention_fp8.triton import configs as fp8_configs
 
 
 @pytest.mark.parametrize("architecture", configs.ARCHITECTURES)
@@ -19,6 +20,8 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
     kernels = {
         kernel for kernel in KERNELS if architecture == "sm_90" or not kernel.startswith("hopper_")
     }
+    if architecture not in fp8_configs.ARCHITECTURES:
+        kernels -= set(PASSES["fp8"])
     assert {kernel for job in jobs for kernel in job.kernels} == kernels
     problems = {
         report.problem_of(architecture, kernel.split(",")[0], job.call)
@@ -39,7 +42,7 @@ def test_every_kernel_and_every_row_of_the_tables_is_compiled(architecture):
         if isinstance(call, PagedCall)
     }
     assert {(width, chunks) for width in widths for chunks in (False, True)} <= rows
-    assert sum(len(job.kernels) for job in jobs) <= (236 if architecture == "sm_90" else 164)
+    assert sum(len(job.kernels) for job in jobs) <= (248 if architecture == "sm_90" else 176)
 
 
 def test_a_job_asks_for_kernels_of_its_own_pass():

@@ -263,15 +263,12 @@ def fp8_entries() -> list[Entry]:
     """The calls of fp8 attention: of e4m3 rows, and of rows of 16 bits."""
     forward = ("fp8_forward",)
     return [
-        (Fp8KernelCall(64, "fp8"), forward),
         (Fp8KernelCall(64, "fp8", "causal"), forward),
-        (Fp8KernelCall(128, "fp8"), (*forward, "fp8_transpose_values")),
-        (Fp8KernelCall(128, "fp8", "causal"), forward),
+        (Fp8KernelCall(128, "fp8", "causal"), (*forward, "fp8_transpose_values")),
         (Fp8KernelCall(256, "fp8", "causal"), forward),
         (Fp8KernelCall(128), PASSES["fp8"]),
-        (Fp8KernelCall(128, mask="causal", packed=True), (*forward, "fp8_quantise_rows")),
+        (Fp8KernelCall(128, mask="causal", packed=True), forward),
         (Fp8KernelCall(256), ("fp8_quantise_rows", "fp8_transpose_values")),
-        (Fp8KernelCall(128, quantize="head"), ("fp8_quantise_rows",)),
     ]
 
 

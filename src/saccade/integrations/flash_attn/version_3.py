@@ -8,13 +8,13 @@ the result and are not served raise by name.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.arguments import flag, serve_only, whole
+from saccade.integrations.arguments import flag, heads_first, serve_only, whole
 from saccade.integrations.flash_attn import cache, functions
 from saccade.integrations.flash_attn.functions import (
     attention_options,
@@ -53,7 +53,10 @@ def flash_attn_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention, as version 2's `flash_attn_func` computes it.
+    """Attention, as version 2's `flash_attn_func` computes it; of float8_e4m3fn in fp8.
+
+    Then the descales are float32 [batch, nheads_k], and the output is bfloat16, forward only, as
+    FlashAttention-3's is.
 
     Examples:
         >>> from saccade.integrations.flash_attn import version_3
@@ -61,7 +64,14 @@ def flash_attn_func(
         >>> version_3.flash_attn_func(q, k, v, causal=True).shape
         torch.Size([2, 16, 4, 32])
     """
-    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    scales = _scales(q, q_descale, k_descale, v_descale)
+    _check(qv, *scales.unserved, attention_chunk, num_splits, pack_gqa, sm_margin)
+    if scales.fp8 is not None:
+        options = attention_options(softmax_scale, causal, window_size, softcap, None)
+        found = heads_first(
+            saccade.attention_fp8, q, k, v, **options, **scales.fp8, return_lse=True
+        )
+        return _answer(found, return_attn_probs)
     found = functions.flash_attn_func(
         q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, True
     )
@@ -137,7 +147,8 @@ def flash_attn_varlen_func(
     sm_margin: int = 0,
     return_attn_probs: bool = False,
 ) -> Any:
-    """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it.
+    """Attention of packed sequences, as version 2's `flash_attn_varlen_func` computes it; of
+    float8_e4m3fn in fp8, as `flash_attn_func` does.
 
     Examples:
         >>> from saccade.integrations.flash_attn import version_3
@@ -146,8 +157,17 @@ def flash_attn_varlen_func(
         >>> version_3.flash_attn_varlen_func(q, k, v, ends, ends, 6, 6, causal=True).shape
         torch.Size([10, 4, 32])
     """
-    _check(qv, q_descale, k_descale, v_descale, attention_chunk, num_splits, pack_gqa, sm_margin)
+    scales = _scales(q, q_descale, k_descale, v_descale)
+    _check(qv, *scales.unserved, attention_chunk, num_splits, pack_gqa, sm_margin)
     serve_only(None, seqused_q=seqused_q, seqused_k=seqused_k)
+    if scales.fp8 is not None:
+        options = attention_options(softmax_scale, causal, window_size, softcap, None)
+        longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
+        found = saccade.attention_fp8_varlen(
+            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1],
+            **options, **scales.fp8, return_lse=True,
+        )  # fmt: skip
+        return _answer(found, return_attn_probs)
     found = functions.flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale,
         causal, window_size, softcap, None, deterministic, True,
@@ -270,6 +290,23 @@ def get_scheduler_metadata(*options: Any, **named: Any) -> None:
         >>> version_3.get_scheduler_metadata() is None
         True
     """
+
+
+class _Scales(NamedTuple):
+    """Descales, as `saccade.attention_fp8` takes them; or such as no call takes."""
+
+    fp8: dict[str, Any] | None
+    unserved: tuple[object, object, object]
+
+
+def _scales(q: Tensor, q_descale: Scale, k_descale: Scale, v_descale: Scale) -> _Scales:
+    """Descales of rows of float8_e4m3fn; of others they are not served."""
+    if q.dtype != torch.float8_e4m3fn:
+        return _Scales(None, (q_descale, k_descale, v_descale))
+    names = "query_scale", "key_scale", "value_scale"
+    return _Scales(
+        dict(zip(names, (q_descale, k_descale, v_descale), strict=True)), (None, None, None)
+    )
 
 
 def _check(
