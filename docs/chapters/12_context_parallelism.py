@@ -239,7 +239,7 @@ lesson.table(
 assert plan.method == min(plan.costs.values(), key=lambda cost: cost.total).method
 
 # %% [markdown]
-# Linear attention and the delta rule send less: a state ([chapter 10](10_linear_attention.py)) is
+# Linear attention and the delta rule ([chapter 11](11_delta_rule.py)) send less: a state is
 # all that rows need of those before them. [parallel.md](../parallel.md) has these, a cache whose
 # tokens are dealt to ranks, and what happens when ranks disagree.
 #

@@ -17,10 +17,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.masks import Mask
+from saccade import masks
+from saccade.masks import NOTHING_HIDDEN
+from saccade.modifiers.normal_form import is_causal
 from saccade.ops.attention.merge import merge_states
 from saccade.parallel.exchange import Counts, Message
 from saccade.parallel.local import LocalCall, heads_first, joined, rows_first
+from saccade.parallel.runs import MOST_PARTS, Part
 from saccade.runtime import backends
 from saccade.runtime.rounding import restored, rounded
 from saccade.runtime.spec import (
@@ -46,7 +49,8 @@ class Step(NamedTuple):
         target: the rank that computes with this one's keys.
         receive: how many rows come from the source.
         send: the places of the rows that go to the target.
-        mask, score: as this rank's rows see them against the source's.
+        runs: the calls that this takes.
+        score: as this rank's rows see it against the source's.
         tables: where the score's tensors are among all steps' tensors.
     """
 
@@ -54,7 +58,7 @@ class Step(NamedTuple):
     target: int
     receive: int
     send: Tensor
-    mask: Mask
+    runs: list[Part]
     score: Score
     tables: slice
 
@@ -78,9 +82,40 @@ def _steps(call: LocalCall) -> tuple[list[Step], list[Tensor]]:
         score = call.score_of(hop.kv_rows, ("ring", number))
         there = slice(len(tables), len(tables) + len(score.captured.tensors))
         tables += score.captured.tensors
-        mask = call.mask_of(hop.kv_rows, ("ring", number))
-        found.append(Step(hop.source, hop.target, len(hop.kv_rows), hop.send, mask, score, there))
+        runs = _runs(call, hop.kv_rows, number)
+        found.append(Step(hop.source, hop.target, len(hop.kv_rows), hop.send, runs, score, there))
     return found, tables
+
+
+def _runs(call: LocalCall, kv_rows: Tensor, number: int) -> list[Part]:
+    """The calls of a step. Under a causal mask they are plain ones for rows that follow one
+    another: other ranks' keys before such rows are all visible, and those behind them none."""
+    plan = call.plan
+    if is_causal(plan.mask.key) and plan.cu_seqlens is None and not call.score.key:
+        known = plan.memory.get(("runs of step", number))
+        if known is None:
+            known = plan.memory["runs of step", number] = _plain_runs(plan.rows, kv_rows)
+        if len(known) <= MOST_PARTS:
+            return known
+    every = (0, len(plan.rows)), (0, len(kv_rows))
+    return [Part(*every, call.mask_of(kv_rows, ("ring", number)), None)]
+
+
+def _plain_runs(rows: Tensor, kv_rows: Tensor) -> list[Part]:
+    found = []
+    places = torch.cat([torch.tensor([0]), (rows.diff() != 1).nonzero().flatten() + 1])
+    ends = [*places[1:].tolist(), len(rows)]
+    for place, end in zip(places.tolist(), ends, strict=True):
+        if place == end:
+            continue
+        before, until = torch.searchsorted(
+            kv_rows, torch.stack([rows[place], rows[end - 1] + 1])
+        ).tolist()
+        if until > before:  # the rows themselves: a rank's keys are its own or all of another's
+            found.append(Part((place, end - place), (0, until), masks.causal(), None))
+        elif before:
+            found.append(Part((place, end - place), (0, before), NOTHING_HIDDEN, None))
+    return found
 
 
 class _Hop(NamedTuple):
@@ -112,15 +147,15 @@ class _Part(NamedTuple):
 
 
 def _part(
-    call: LocalCall, step: Step, query: Tensor, rows: Tensor, sinks: Tensor | None,
+    call: LocalCall, step: Step, run: Part, query: Tensor, rows: Tensor, sinks: Tensor | None,
     tables: Sequence[Tensor],
 ) -> _Part:  # fmt: skip
-    """A step's call on keys and values [rows, batch, heads, dim], beside each other."""
+    """A call of a step on keys and values [rows, batch, heads, dim], beside each other."""
     head_dim, options = call.plan.sizes.head_dim, call.options
-    rows = heads_first(rows)
+    query, rows = query.narrow(2, *run.query), heads_first(rows.narrow(0, *run.kv))
     captured = step.score.captured._replace(tensors=tuple(tables[step.tables]))
     inputs, variant, problem, config = prepare(
-        query, rows[..., :head_dim], rows[..., head_dim:], None, None, None, None, mask=step.mask,
+        query, rows[..., :head_dim], rows[..., head_dim:], None, None, None, None, mask=run.mask,
         score=Score(step.score.key, captured), scale=options.scale, sinks=sinks, dropout_p=0.0,
         return_lse=True, deterministic=options.deterministic, config=options.config,
     )  # fmt: skip
@@ -168,14 +203,20 @@ class _Ring(torch.autograd.Function):
             if not query.shape[2] or not step.receive:
                 continue
             first = step is steps[0]
-            part = _part(call, step, query, rows, sinks if first else None, tables)
-            module = backends.module_of("attention", part.forward_by)
-            found = module.forward(part.inputs, part.variant, part.config)
-            exact = restored(found.output, found.residual).to(wide)
-            if first:
-                output, lse = exact, found.lse
-            else:
-                output, lse = merge_states([output, exact], [lse, found.lse])
+            for run in step.runs:
+                part = _part(call, step, run, query, rows, sinks if first else None, tables)
+                module = backends.module_of("attention", part.forward_by)
+                found = module.forward(part.inputs, part.variant, part.config)
+                exact = restored(found.output, found.residual).to(wide)
+                so_far = output.narrow(2, *run.query), lse.narrow(2, *run.query)
+                merged = exact, found.lse
+                if not first:
+                    merged = merge_states([so_far[0], exact], [so_far[1], found.lse])
+                if run.query == (0, query.shape[2]):
+                    output, lse = merged
+                else:
+                    so_far[0].copy_(merged[0])
+                    so_far[1].copy_(merged[1])
         rows = empty_output(query, query.shape[1], value.shape[-1], packed=False).copy_(output)
         residual = None
         if query.dtype.itemsize == 2:
@@ -200,14 +241,16 @@ class _Ring(torch.autograd.Function):
             grad_rows = torch.zeros_like(rows, dtype=wide)
             if query.shape[2] and step.receive:
                 first = step is steps[0]
-                part = _part(call, step, query, rows, sinks if first else None, tables)
-                gradients = _gradients(call, step, part, results, grads, tables)
-                grad_rows = rows_first(joined(gradients.key, gradients.value)).to(wide)
-                found.query.add_(gradients.query)
-                if first:
-                    grad_sinks = gradients.sinks
-                for position, gradient in gradients.tables.items():
-                    found.tables[step.tables.start + position] = gradient
+                for run in step.runs:
+                    part = _part(call, step, run, query, rows, sinks if first else None, tables)
+                    gradients = _gradients(call, step, run, part, results, grads, tables)
+                    of_keys = rows_first(joined(gradients.key, gradients.value))
+                    grad_rows.narrow(0, *run.kv).add_(of_keys)
+                    found.query.narrow(2, *run.query).add_(gradients.query)
+                    if grad_sinks is not None and gradients.sinks is not None and first:
+                        grad_sinks += gradients.sinks
+                    for position, gradient in gradients.tables.items():
+                        found.tables[step.tables.start + position] = gradient
             if step is steps[0]:
                 found.rows.add_(grad_rows)
                 continue
@@ -245,16 +288,22 @@ class _Sums(NamedTuple):
 
 
 def _gradients(
-    call: LocalCall, step: Step, part: _Part, results: Results,
+    call: LocalCall, step: Step, run: Part, part: _Part, results: Results,
     grads: Sequence[Tensor], tables: Sequence[Tensor],
 ) -> Gradients:  # fmt: skip
-    """A step's part of all gradients, by the output and lse of all steps."""
+    """A call's part of all gradients, by the output and lse of all steps."""
     wanted = [
         position
         for position, table in enumerate(tables[step.tables])
         if table.is_floating_point() and table.requires_grad
     ]
     module = backends.module_of("attention", part.backward_by, "backward")
+    if run.query != (0, results.output.shape[2]):  # kernels take these as they were written
+        of_rows: list[Any] = [
+            None if each is None else each.narrow(2, *run.query).contiguous()
+            for each in (*results, *grads)
+        ]
+        results, grads = Results(*of_rows[: len(results)]), of_rows[len(results) :]
     return module.backward(
         part.inputs, part.variant, part.config, results, grads[0], grads[1], wanted,
         call.options.deterministic,
