@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 
 import saccade
-from saccade.gpu import stored_code
+from saccade.gpu import recording, stored_code
 
 HELP = """\
-Time what the host does in calls of lengths that were never seen, and of lengths that were: the
-medians, in microseconds, of calls that a GPU of capability 9.0 would get. Without a GPU one is
-pretended: its memory is this machine's, and kernels are launched that do nothing, so that all but
-the driver's work is there. On a GPU kernels are compiled on first use, which is not timed, or come
+Time what the host does in calls of lengths that were never seen, and of lengths that were seen so
+often that their passes are recorded (saccade/gpu/recording.py): the medians, in microseconds, of
+calls that a GPU of capability 9.0 would get. Without a GPU one is pretended: its memory is this
+machine's, and kernels are launched that do nothing, so that all but the driver's work is there. On
+a GPU kernels are compiled on first use, which is not timed, or come
 from a folder that `tools/first_calls.py --compile` made.
 """
 EPILOG = """\
@@ -217,7 +218,8 @@ class Timer:
         return alone, forward, backward
 
     def table(self, lengths: int, profiled: str | None) -> dict[str, list[float]]:
-        """Medians of each pass: of new lengths, of known ones in turns, and of one alone."""
+        """Medians of each pass: of new lengths, of known ones in turns once their passes are
+        recorded, and of one alone."""
         first = self.kind.shortest
         for length in (first - 1, first - 2, first - 18, first - 34, first - 50):
             self.once(length)
@@ -225,6 +227,10 @@ class Timer:
         found: dict[str, list[float]] = {}
         gc.collect()
         for name in PASSES:
+            if name == "known":
+                for _ in range(recording.STEP_BY_STEP):
+                    for length, calls in made.items():
+                        self.once(length, calls)
             self.profile = cProfile.Profile() if profiled == name else None
             if name == "same":
                 taken = [self.once(first, made[first]) for _ in range(lengths)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -247,6 +247,7 @@ class Template:
         self.pointers: list[tuple[int, int]] = []  # tensor, word of memory
         self.maps: list[Moved] = []
         self.rest: list[Any] = []  # what is packed beside the call's numbers
+        self.pick: Callable[[tuple[Any, ...]], tuple[Any, ...]]  # all parameters, of both
         self._read(arguments, numbers)
         del self.places  # of tensors that need not live
         # Whether later calls try it first. What was made for tensors that are not aligned would fit
@@ -256,46 +257,47 @@ class Template:
 
     def _read(self, arguments: Arguments, numbers: Sequence[int]) -> None:
         """Find where each parameter comes from: a place among the numbers, or behind them."""
+        values: list[Any] = [*arguments.numbers, *machine_code.NO_SCRATCH]
+        kinds, moved = iter(self.variant.maps), set[int]()
+        for place in arguments.addressed:
+            if type(values[place]) is Described:
+                moved |= {*range(place + 1, place + 1 + 2 * len(values[place].shape))}
+            values[place] = self._addressed(values[place], place, kinds)
+        self.pack = self.variant.format.pack
+        if not numbers:  # in the way of each new length of calls whose numbers have no sources
+            self.pick, self.rest = tuple, values
+            return
         sources: list[int] = []
-
-        def keep(value: Any) -> None:
-            self.rest.append(value)
-            sources.append(len(numbers) + len(self.rest) - 1)
-
-        kinds, moved = iter(self.variant.maps), range(0)
-        for place, value in enumerate(arguments.numbers):
-            if isinstance(value, int):
-                source = source_of(value) if numbers else FIXED
+        fixed = {*arguments.addressed, *range(len(arguments.numbers), len(values))}
+        for place, value in enumerate(values):
+            source = FIXED
+            if place not in fixed and isinstance(value, int):
+                source = source_of(value)
                 assert source < 0 or numbers[source] == value, "a number of another call"
-                if source >= 0:
-                    sources.append(source)
-                else:
-                    keep(int(value))
                 # A number of 64 bits has 32 in calls where it is small, unless all have the same.
                 wide = arguments.kinds[place] == "i64" and place not in moved and source != FIXED
                 self.general &= source != UNKNOWN and not wide
-            elif isinstance(value, float):
-                keep(value)
-            elif type(value) is Described:
-                rank = len(value.shape)
-                moved = range(place + 1, place + 1 + 2 * rank)
-                number = self._address(value.tensor)
-                kind = next(kinds)
-                if number is None:
-                    keep(described(kind, value.tensor.data_ptr(), value.shape, value.strides))
-                else:
-                    keep(NO_MAP)
-                    byte = self.variant.offsets[place]
-                    self.maps.append(Moved(number, byte, kind, moved))
-            else:
-                number = self._address(value)
-                keep(value.data_ptr() if number is None else 0)
-                if number is not None:
-                    word = self.variant.offsets[place] // machine_code.ADDRESS_SIZE
-                    self.pointers.append((number, word))
-        for number in machine_code.NO_SCRATCH:
-            keep(number)
-        self.pick, self.pack = operator.itemgetter(*sources), self.variant.format.pack
+            if source < 0:
+                source = len(numbers) + len(self.rest)
+                self.rest.append(int(value) if isinstance(value, int) else value)
+            sources.append(source)
+        self.pick = operator.itemgetter(*sources)
+
+    def _addressed(self, value: Any, place: int, kinds: Iterator[driver.TensorMapKind]) -> Any:
+        """What is packed for a tensor at a place of the parameters, or for one that TMA moves,
+        where each start writes what belongs there; an address of one call only, as it is."""
+        if type(value) is not Described:
+            number = self._address(value)
+            if number is None:
+                return value.data_ptr()
+            self.pointers.append((number, self.variant.offsets[place] // machine_code.ADDRESS_SIZE))
+            return 0
+        kind, number = next(kinds), self._address(value.tensor)
+        if number is None:
+            return described(kind, value.tensor.data_ptr(), value.shape, value.strides)
+        shape_and_strides = range(place + 1, place + 1 + 2 * len(value.shape))
+        self.maps.append(Moved(number, self.variant.offsets[place], kind, shape_and_strides))
+        return NO_MAP
 
     def _address(self, tensor: Tensor) -> int | None:
         """Which tensor of the call it is, whose address each start writes; None: another one,
