@@ -83,14 +83,21 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         yield found
 
 
-def told_apart(started: Started, tensors: list[Tensor]) -> list[Any]:
+def told_apart(started: Started, tensors: list[Tensor], *passes: list[Tensor]) -> list[Any]:
     """What was started, with the number of a tensor for its address; what is none of these has
-    the number that it is met in, in its pass."""
-    numbers: dict[int, Any] = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
-    names, found = dict(numbers), []
-    for one in started:
+    the number that it is met in, in its pass.
+
+    passes: the results of each pass, and what else came after the one before: it may lie where
+        that one had memory of its own.
+    """
+    found: list[Any] = []
+    results = iter(passes)
+    for one in (BETWEEN_PASSES, *started):
         if one == BETWEEN_PASSES:
-            names = dict(numbers)
+            tensors = [*tensors, *next(results)]
+            names: dict[int, Any] = {
+                tensor.data_ptr(): number for number, tensor in enumerate(tensors)
+            }
         found.append(
             tuple(
                 names.setdefault(value[1], f"own {len(names)}") if type(value) is tuple else value
@@ -105,31 +112,31 @@ def gradients(*given: Any) -> tuple[Tensor, ...]:
     return torch.autograd.grad(*given)
 
 
-Call = Callable[[], tuple[list[Tensor], list[Tensor]]]
+Call = Callable[[], tuple[list[Tensor], ...]]
 
 
 def rows(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def dense(dim: int, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
-    """A call's tensors, and its results."""
+def dense(dim: int, **options: Any) -> tuple[list[Tensor], ...]:
+    """A call's tensors, its results, and gradients of these and those."""
     given = [rows(1, heads, 517, dim) for heads in (8, 2, 2)]
     output = saccade.attention(*given, **options)
     grad = torch.zeros_like(output)
-    return [*given, grad], [output, *gradients(output, given, grad)]
+    return given, [output], [grad, *gradients(output, given, grad)]
 
 
-def varlen() -> tuple[list[Tensor], list[Tensor]]:
+def varlen() -> tuple[list[Tensor], ...]:
     given = [rows(517, heads, 64) for heads in (4, 2, 2)]
     offsets = torch.tensor([0, 200, 517], dtype=torch.int32)
     query, key, value = given
     output = saccade.attention_varlen(query, key, value, offsets, causal=True)
     grad = torch.zeros_like(output)
-    return [*given, offsets, grad], [output, *gradients(output, given, grad)]
+    return [*given, offsets], [output], [grad, *gradients(output, given, grad)]
 
 
-def decode() -> tuple[list[Tensor], list[Tensor]]:
+def decode() -> tuple[list[Tensor], ...]:
     query, *pages = (rows(*shape) for shape in ((2, 8, 1, 64), (9, 2, 16, 64), (9, 2, 16, 64)))
     table = torch.zeros(2, 8, dtype=torch.int32)
     lengths = torch.tensor([100, 20], dtype=torch.int32)
@@ -140,15 +147,15 @@ def decode() -> tuple[list[Tensor], list[Tensor]]:
     return [query, *pages, table, lengths], [output, lse]
 
 
-def linear(heads: int, length: int, **options: Any) -> tuple[list[Tensor], list[Tensor]]:
+def linear(heads: int, length: int, **options: Any) -> tuple[list[Tensor], ...]:
     given = [rows(1, heads, length, 64) for _ in range(3)]
     output, state = saccade.linear_attention(*given, return_state=True, **options)
     grads = tuple(map(torch.zeros_like, (output, state.kv, state.key_sum)))
     found = gradients((output, state.kv, state.key_sum), given, grads)
-    return [*given, *grads], [output, state.kv, state.key_sum, *found]
+    return given, [output, state.kv, state.key_sum], [*grads, *found]
 
 
-def delta() -> tuple[list[Tensor], list[Tensor]]:
+def delta() -> tuple[list[Tensor], ...]:
     query, key, value, beta = (rows(1, 2, 133, 64) for _ in range(4))
     given = [query, key, value, beta[..., 0].detach().contiguous()]
     with torch.no_grad():
@@ -178,9 +185,9 @@ def test_what_is_done_again_is_what_was_done(
         begin = len(started)
         if number == 2:
             monkeypatch.setattr(Launch, "__call__", None)  # who goes step by step fails
-        tensors, results = CALLS[name]()
-        kept += tensors, results  # so that every call has addresses of its own
-        found.append(told_apart(started[begin:], [*tensors, *results]))
+        of_call = CALLS[name]()
+        kept.append(of_call)  # so that every call has addresses of its own
+        found.append(told_apart(started[begin:], *of_call))
     # Nothing of the second call, which is recorded, lies where something else lay before.
     assert len(found[0]) > 1 and found[2:] == found[1:2] * 2
     assert len(found[0]) == len(found[1])

@@ -8,6 +8,7 @@ driver is told to go. A call of another length fills such a block anew, for the 
 
 from __future__ import annotations
 
+import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -200,11 +201,12 @@ def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[s
 def told_apart(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
     """What tells calls of one Launch apart but for numbers: how many tensors there are, which of
     them are the same, and whose addresses are aligned."""
-    ids, bits = [id(tensor) for tensor in tensors], 0
-    for tensor in tensors:
-        bits |= tensor.data_ptr()
-    if bits % ALIGNMENT == 0 and len(set(ids)) == len(ids):
-        return (len(ids),)
+    bits = 0
+    for address in [tensor.data_ptr() for tensor in tensors]:
+        bits |= address
+    if bits % ALIGNMENT == 0 and len(set(map(id, tensors))) == len(tensors):
+        return (len(tensors),)
+    ids = [id(tensor) for tensor in tensors]
     alignments = [tensor.data_ptr() % ALIGNMENT == 0 for tensor in tensors]
     return (*map(ids.index, ids), *alignments)
 
@@ -319,21 +321,21 @@ class Templates:
         self.classed: list[int] = []  # of those of which it counts what they are multiples of
         self.found: dict[tuple[int, ...], Template] = {}
 
-    def find(self, numbers: Sequence[int]) -> Template | None:
+    def find(self, numbers: tuple[int, ...]) -> Template | None:
         """The template for a call with these numbers."""
         assert len(numbers) == self.count, "numbers of another kind of call"
-        if max(numbers) > LARGEST_INT32 or min(numbers) < -LARGEST_INT32:
+        classes = classes_of(numbers)
+        if classes is None:
             return None  # it may be one of those that have 32 bits
-        return self.found.get(self._key(numbers))
+        return self.found.get(self._key(numbers, classes))
 
-    def _key(self, numbers: Sequence[int]) -> tuple[int, ...]:
-        classed = [numbers[place] for place in self.classed]
+    def _key(self, numbers: Sequence[int], classes: Sequence[int]) -> tuple[int, ...]:
         return (
             *[numbers[place] for place in self.compiled_in],
-            *[number == 1 if number % ALIGNMENT else 2 for number in classed],
+            *[classes[place] for place in self.classed],
         )
 
-    def add(self, template: Template, arguments: Arguments, numbers: Sequence[int]) -> None:
+    def add(self, template: Template, arguments: Arguments, numbers: tuple[int, ...]) -> None:
         """Keep a template that was made with these numbers."""
         looked_at = (
             (self.compiled_in, arguments.compiled_in),
@@ -344,7 +346,18 @@ class Templates:
             if new:
                 self.found = {}  # keys of more numbers
             places += sorted(new)
-        self.found[self._key(numbers)] = template
+        classes = classes_of(numbers)
+        if classes is not None:
+            self.found[self._key(numbers, classes)] = template
+
+
+@functools.lru_cache(maxsize=8)  # the kernels of a pass ask in turn
+def classes_of(numbers: tuple[int, ...]) -> tuple[int, ...] | None:
+    """Of each number of a call what counts where it is no constant: whether it is 1, or a multiple
+    of 16. None: some have more than 32 bits."""
+    if max(numbers) > LARGEST_INT32 or min(numbers) < -LARGEST_INT32:
+        return None
+    return tuple([number == 1 if number % ALIGNMENT else 2 for number in numbers])
 
 
 class Start:
@@ -444,8 +457,11 @@ def described(
 
 def usable(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Strides as TMA takes them: a side of one has any, and it wants one that it could use."""
-    but_last = zip(shape[:-1], strides[:-1], strict=True)
-    return [*[ALIGNMENT if side == 1 else int(stride) for side, stride in but_last], 1]
+    found = [
+        ALIGNMENT if side == 1 else int(stride) for side, stride in zip(shape, strides, strict=True)
+    ]
+    found[-1] = 1
+    return found
 
 
 def plain(value: Any) -> Any:
