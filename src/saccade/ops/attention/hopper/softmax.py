@@ -18,12 +18,12 @@ Numbers of each row are held by thread: [rows, 8], of which a thread has two for
 
 from __future__ import annotations
 
-from saccade.gpu.hopper.pipeline import store, wait_for_stores
+from saccade.gpu.hopper.pipeline import pinned, store, wait_for_stores
 from saccade.gpu.hopper.tile_scheduler import tile_from_last
 from saccade.gpu.language import gl, gluon
 from saccade.gpu.online_softmax import LN_2, LOG2_E
 from saccade.gpu.rounding import residual_of
-from saccade.gpu.tensor_view import row_pointers, store_numbers
+from saccade.gpu.tensor_view import row_pointers, store_numbers, wide
 
 NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key
 SLACK = gl.constexpr(8.0)  # powers of 2 by which scores may exceed their reference: 256
@@ -278,14 +278,13 @@ def finish(
     row_max, row_sum, weighted_sum = state
     batch, query_head, first_row, query_len, _ = at
     factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
-    exact = weighted_sum * along_rows(factor, weighted_sum)
-    attended = exact.to(output_desc.dtype)
+    if residual is not None:
+        store_residual(residual, weighted_sum, pinned(factor), output_desc.dtype, at, VALUE_DIM)
+    attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
     rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
     if largest is not None:
         store_numbers(largest, batch, query_head, rows, query_len, row_max * LN_2)
-    if residual is not None:
-        store_residual(residual, exact, attended, at, VALUE_DIM)
     if first_row + ROWS <= query_len:
         output_batch, output_row = schedule.origin(batch, output.data)
         position = (output_batch, query_head, output_row + first_row)
@@ -297,13 +296,25 @@ def finish(
 
 
 @gluon.jit
-def store_residual(residual, exact, attended, at, VALUE_DIM: gl.constexpr):
-    """Write what rounding took from 64 rows of the output."""
+def store_residual(
+    residual, weighted_sum, factor, DTYPE: gl.constexpr, at, VALUE_DIM: gl.constexpr
+):  # fmt: skip
+    """Write what rounding to DTYPE takes from 64 rows of the output.
+
+    It is rounded here and again where it is written, for which the factor comes pinned: else the
+    compiler would round once and hold all of the rounded numbers beside the exact ones.
+    """
     batch, query_head, first_row, query_len, _ = at
-    row, channel = places_of(attended, first_row, 0)
-    pointers = row_pointers(residual, batch, query_head, row, channel)
-    exist = (row < query_len) & (channel < VALUE_DIM)
-    gl.store(pointers, residual_of(exact, attended), mask=exist)
+    exact = weighted_sum * along_rows(factor, weighted_sum)
+    row, channel = places_of(exact, 0, 0)
+    first, _ = residual.position(batch, residual.strides, residual.step, residual.data)
+    first += wide(query_head) * residual.strides[1] + wide(first_row) * residual.step
+    # What threads add to it has 32 bits: as many pointers would take twice the registers.
+    pointers = residual.ptr + first + (row * residual.step + channel)
+    exist = row < query_len - first_row
+    if exact.shape[1] != VALUE_DIM:
+        exist = exist & (channel < VALUE_DIM)
+    gl.store(pointers, residual_of(exact, exact.to(DTYPE)), mask=exist)
 
 
 @gluon.jit
