@@ -158,7 +158,7 @@ def statistics_of(
         output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
-    return statistics_from(results)
+    return statistics_from(results, residual is not None)
 
 
 @triton.jit
@@ -169,7 +169,7 @@ def load_results(
     """What the statistics of some rows are made from: output, its residual (or None), its
     gradient, lse, its gradient."""
     attended = load_rows(output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
-    lost = None
+    lost = attended  # a function cannot give None
     if residual is not None:
         lost = load_rows(residual, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
     grad = load_rows(grad_output, batch, head, rows, query_len, VALUE_DIM, VALUE_WIDTH, False)
@@ -180,13 +180,10 @@ def load_results(
 
 
 @triton.jit
-def statistics_from(results):
+def statistics_from(results, RESIDUAL: tl.constexpr):
     """`statistics_of` what `load_results` gave: loads may wait together with others."""
     attended, lost, grad, lse, of_lse = results
-    if lost is None:  # noqa: SIM108 (known when compiling)
-        exact = attended.to(tl.float32)
-    else:
-        exact = restored(attended, lost)
+    exact = restored(attended, lost) if RESIDUAL else attended.to(tl.float32)
     dot = tl.sum(exact * grad.to(tl.float32), 1) - of_lse
     saw_nothing = lse == float("-inf")
     return lse, tl.where(saw_nothing, 0.0, dot), saw_nothing

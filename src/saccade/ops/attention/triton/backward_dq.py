@@ -79,7 +79,7 @@ def attention_backward_queries(
             forward, batch, query_head, query_rows, query_len, False
         )
     else:
-        lse, row_dot, saw_nothing = statistics_from(results)
+        lse, row_dot, saw_nothing = statistics_from(results, residual is not None)
         lse_log2 = in_base_2(lse, saw_nothing)
         store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
         store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
