@@ -532,6 +532,9 @@ class LinearCall(NamedTuple):
         return start
 
 
+LONG_ROWS = 65536  # of a sequence that is cut into segments, if its heads are few
+
+
 class DeltaCall(NamedTuple):
     """A call of the gated delta rule."""
 
@@ -542,26 +545,30 @@ class DeltaCall(NamedTuple):
     batch: int = 2
     heads: int = 32
     key_heads: int = 16
+    heads_inside: bool = False  # heads beside channels, as projections leave them
 
     operation = "gated_delta_rule"
 
     @property
     def name(self) -> str:
         """A name in which calls of one catalogue differ."""
-        long = ", long" if self.batch == 1 else ""
+        long = ", long" if self.length >= LONG_ROWS else ""
         return f"{self.dtype} d{self.head_dim} decay of {self.decay}{long}"
 
     def make(self, device: torch.device) -> tuple[DeltaInputs, DeltaVariant]:
         """Tensors and options."""
-        shape = self.batch, self.key_heads, self.length, self.head_dim
-        of_values = self.batch, self.heads, *shape[2:]
-        query, key, value = (
-            _untouched(sizes, DTYPES[self.dtype], device) for sizes in (shape, shape, of_values)
-        )
-        beta = torch.ones(of_values[:3], device=device)
-        decay = None if self.decay == "none" else torch.zeros_like(beta)
-        if self.decay == "channels":
-            decay = _untouched(of_values, torch.float32, device)
+
+        def rows(heads: int, *channels: int, dtype: torch.dtype = DTYPES[self.dtype]) -> Tensor:
+            if self.heads_inside:
+                made = _untouched((self.batch, self.length, heads, *channels), dtype, device)
+                return made.transpose(1, 2)
+            return _untouched((self.batch, heads, self.length, *channels), dtype, device)
+
+        query, key = (rows(self.key_heads, self.head_dim) for _ in "qk")
+        value, beta, decay = rows(self.heads, self.head_dim), rows(self.heads), None
+        if self.decay != "none":
+            channels = (self.head_dim,) if self.decay == "channels" else ()
+            decay = rows(self.heads, *channels, dtype=torch.float32)
         return DeltaInputs(query, key, value, beta, decay), DeltaVariant(True, 1.0)
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:

@@ -34,7 +34,7 @@ from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments
 from saccade.gpu.stored_code import MachineCode
 from saccade.kernel_check import worker
-from saccade.kernel_check.calls import CPU, Call, KernelCall, LinearCall, PagedCall
+from saccade.kernel_check.calls import CPU, Call, DeltaCall, KernelCall, LinearCall, PagedCall
 
 SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170}
@@ -84,6 +84,9 @@ CHUNKS = (
 LINEAR_HEADS = 16
 LINEAR_LENGTHS = (256, *range(1024, 8193, 512))
 """Of every number of segments into which so many heads are cut, which is a constant of kernels."""
+
+DELTA_LENGTHS = (512, 8192, 65536)
+"""Of the gated delta rule: few rows, and those of long sequences, which are cut or are not."""
 
 LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
 """What Triton is told: which line an instruction came from takes more memory than all code."""
@@ -144,6 +147,7 @@ def calls(architecture: str) -> Iterator[Listed]:
     for dtype in HALVES[architecture == "sm_75" :]:
         yield from _paged(dtype, dtype == half)
     yield from _linear(half)
+    yield from _delta(half)
 
 
 def _of_heads(call: Any) -> Iterator[Any]:
@@ -188,6 +192,20 @@ def _linear(dtype: str) -> Iterator[Listed]:
                 yield Listed.of(call, f" {rows} rows")
         call = LinearCall(dim, dtype, batch=1, heads=LINEAR_HEADS)
         yield Listed(f"linear_attention_step: {call.name}", partial(call.user_step, CPU))
+
+
+def _delta(dtype: str) -> Iterator[Listed]:
+    """Layers of Qwen3-Next and of Kimi Linear; one long sequence of few heads, which is cut."""
+    for decay, key_heads in (("heads", 16), ("channels", 32)):
+        call = DeltaCall(128, dtype, decay, key_heads=key_heads, heads_inside=True)
+        for length in DELTA_LENGTHS:
+            for rows in (length, length + NOT_ALIGNED):
+                for batch in (1, 8):
+                    one = call._replace(length=rows, batch=batch)
+                    yield Listed.of(one, f" {rows} rows batch {batch}")
+        yield Listed(f"gated_delta_rule_step: {call.name}", partial(call.user_step, CPU))
+    long = DeltaCall(128, dtype, length=65536, batch=1, heads=8, key_heads=2, heads_inside=True)
+    yield Listed.of(long)
 
 
 def reach(
