@@ -101,11 +101,11 @@ CASES = {
     task.name: task
     for task in (  # what is most wanted comes first
         DeltaTask("qwen", 16, 32, (8192,) * 8),
+        DeltaTask("qwen-step", 16, 32, (1,) * 64, step=True),
+        DeltaTask("kimi-step", 32, 32, (1,) * 64, "channels", step=True),
         DeltaTask("long", 2, 8, (65536,), packed=True),
         DeltaTask("kimi", 32, 32, (8192,) * 4, "channels"),
         DeltaTask("qwen-packed", 16, 32, PACKED, packed=True),
-        DeltaTask("qwen-step", 16, 32, (1,) * 64, step=True),
-        DeltaTask("kimi-step", 32, 32, (1,) * 64, "channels", step=True),
     )
 }
 CPU_CASES = {

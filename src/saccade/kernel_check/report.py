@@ -90,7 +90,9 @@ def excuse(compiled: Compiled) -> str:
     if isinstance(call, LinearCall):
         return linear_configs.SPILLING
     if isinstance(call, DeltaCall):
-        return delta_configs.may_spill(architecture, call.dtype == "fp32", call.head_dim)
+        return delta_configs.may_spill(
+            architecture, compiled.kernel, call.dtype == "fp32", call.head_dim
+        )
     if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
         return "a few numbers, once a tile, which short chunks wait for memory to bring"
     if isinstance(call, PagedCall):

@@ -1,7 +1,9 @@
 """Configs of the gated delta rule: rows of a chunk, tiles of channels, warps and stages.
 
-None was timed. They were chosen by what they compile to: the state of a program (channels of keys ×
-its tile of values, in float32) against its registers, rows of a chunk against shared memory.
+Those of Hopper with 128 channels were timed (benchmarks/results/h200/delta_tiles.txt). All others
+were chosen by what they compile to: the state of a program (channels of keys × its tile of values,
+in float32) against its registers, rows of a chunk against shared memory. By Triton 3.6, a scan of
+four warps that loads nothing ahead (one stage) reads outside of its memory on Hopper.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ class DeltaConfig(NamedTuple):
     tile: int  # channels of values that a program of a scan holds
     num_warps: int  # of a scan
     num_stages: int
+    back: tuple[int, int, int]  # tile, warps and stages of the scan back
     system_tile: int  # channels of keys at a time
     system_warps: int
     gradient_tile: int  # channels of keys at a time
@@ -35,28 +38,27 @@ COLUMNS = (64, 128, 256)
 # Entries: DeltaConfig without what depends on the call alone. On Hopper an address takes one
 # register for a whole tile of rows (`tensor_view.tile_pointers`), elsewhere one for each.
 _HOPPER = (
-    DeltaConfig(64, 64, 4, 2, 64, 4, 64, 64, 8, 2),
-    DeltaConfig(64, 64, 4, 2, 64, 4, 64, 64, 8, 2),
-    DeltaConfig(64, 16, 8, 1, 64, 4, 32, 32, 8, 1),
+    DeltaConfig(64, 64, 4, 2, (64, 4, 2), 64, 4, 64, 64, 8, 2),
+    DeltaConfig(64, 64, 4, 2, (128, 8, 2), 128, 4, 32, 64, 4, 2),
+    DeltaConfig(64, 16, 8, 1, (16, 8, 1), 64, 4, 32, 32, 8, 1),
 )
 _AMPERE = (
-    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 16, 8, 1),
-    DeltaConfig(64, 32, 4, 2, 32, 8, 16, 16, 8, 1),
-    DeltaConfig(64, 16, 8, 1, 32, 8, 16, 16, 8, 1),
+    DeltaConfig(64, 32, 4, 2, (32, 4, 2), 32, 8, 16, 16, 8, 1),
+    DeltaConfig(64, 32, 8, 2, (32, 8, 2), 32, 8, 16, 16, 8, 1),
+    DeltaConfig(64, 16, 8, 1, (16, 8, 1), 32, 8, 16, 16, 8, 1),
 )
 _CDNA = (
-    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 32, 4, 1),
-    DeltaConfig(64, 64, 4, 1, 64, 4, 32, 32, 4, 1),
-    DeltaConfig(64, 32, 4, 1, 64, 4, 32, 32, 4, 1),
+    DeltaConfig(64, 64, 4, 1, (64, 4, 1), 64, 4, 32, 32, 4, 1),
+    DeltaConfig(64, 64, 4, 1, (64, 4, 1), 64, 4, 32, 32, 4, 1),
+    DeltaConfig(64, 32, 4, 1, (32, 4, 1), 64, 4, 32, 32, 4, 1),
 )
 # Without tensor cores, float32 and all of Turing: operands lie in shared memory.
 _SLOW = (
-    DeltaConfig(16, 16, 4, 1, 16, 4, 16, 16, 8, 1),
-    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 16, 4, 1),
-    DeltaConfig(16, 16, 8, 1, 16, 4, 16, 16, 4, 1),
+    DeltaConfig(16, 16, 4, 1, (16, 4, 1), 16, 4, 16, 16, 8, 1),
+    DeltaConfig(16, 16, 8, 1, (16, 8, 1), 16, 4, 16, 16, 4, 1),
+    DeltaConfig(16, 16, 8, 1, (16, 8, 1), 16, 4, 16, 16, 4, 1),
 )
-_CONSUMER_BLACKWELL = (_AMPERE[0], _AMPERE[1]._replace(num_warps=8), _AMPERE[2])
-_TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "sm_120": _CONSUMER_BLACKWELL, "gfx942": _CDNA}
+_TABLES = {"sm_75": _SLOW, "sm_90": _HOPPER, "gfx942": _CDNA}
 
 
 def choose(
@@ -73,10 +75,15 @@ def choose(
     column = next(column for column, most in enumerate(COLUMNS) if head_width <= most)
     table = _SLOW if wide else _TABLES.get(architecture, _AMPERE)
     config = table[column]
-    if by_channel and table is not _SLOW:  # sums of decay and their exponentials for each channel
+    if by_channel and config is _HOPPER[1]:
+        config = config._replace(
+            system_tile=32, system_warps=4,
+            gradient_tile=32, gradient_values=32, gradient_warps=8, gradient_stages=1,
+        )  # fmt: skip
+    elif by_channel and table is not _SLOW:  # sums of decay and their exponentials besides
         config = config._replace(
             system_tile=min(config.system_tile, 32),
-            system_warps=max(config.system_warps, 8),
+            system_warps=4 if table is _CDNA else 8,
             gradient_tile=16,
             gradient_values=min(config.gradient_values, 32),
         )
@@ -91,8 +98,12 @@ def choose(
             num_warps=requested.num_warps or config.num_warps,
             num_stages=requested.num_stages or config.num_stages,
         )
+        if requested.query_tile or requested.num_warps or requested.num_stages:
+            config = config._replace(back=(config.tile, config.num_warps, config.num_stages))
+    back_tile, *back = config.back
     return config._replace(
         tile=min(config.tile, value_width),
+        back=(min(back_tile, value_width), *back),
         system_tile=min(config.system_tile, head_width),
         gradient_tile=min(config.gradient_tile, head_width),
         gradient_values=min(config.gradient_values, value_width),
@@ -129,8 +140,12 @@ def segment(programs: int, chunks: int, moves: float, processors: int) -> int:
     return best
 
 
-def may_spill(architecture: str, wide: bool, head_dim: int) -> str:
+def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if (wide or architecture == "sm_75") and head_dim > COLUMNS[0]:
         return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
+    if architecture == "sm_90" and kernel in ("delta_gradients", "delta_reverse_scan"):
+        return "faster than those that do not (h200/delta_tiles.txt)" if head_dim == 128 else ""
+    if kernel == "delta_gradients" and architecture != "sm_90" and head_dim > COLUMNS[0]:
+        return "all pairs of a chunk are left operands, in registers; waits for a GPU"
     return ""

@@ -364,16 +364,18 @@ class DeltaCall(NamedTuple):
         move_tiles: tiles besides those of channels of values.
         """
         spec, config = self.spec, self.spec.config
-        tile = max(config.tile // 2, 16) if nan_safe else config.tile  # it has more to hold
+        tile, warps, stages = config.tile, config.num_warps, config.num_stages
+        if kernel is delta_reverse_scan:
+            tile, warps, stages = config.back
+        elif nan_safe:  # it has more to hold
+            tile = max(tile // 2, 16)
         tiles = -(-spec.value_dim // tile)
         constants = {
             **spec.constants(), "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_TILE": tile,
             "TILES": tiles, "NAN_SAFE": nan_safe, "MOVE_TILES": move_tiles, **more,
         }  # fmt: skip
         meta = SegmentsMeta if move_tiles else ScanMeta
-        launch = self.launch(
-            kernel, constants, config.num_warps, config.num_stages, meta, nan_safe, *absent
-        )
+        launch = self.launch(kernel, constants, warps, stages, meta, nan_safe, *absent)
         scans = spec.sequences * spec.value_heads
         if spec.segment:
             scans = spec.extent(spec.value_heads).programs(spec.segment)
