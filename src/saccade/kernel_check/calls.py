@@ -114,7 +114,8 @@ DELTA_PASSES = {
 }  # fmt: skip
 FP8_PASSES = {
     "fp8": (
-        "fp8_forward", "fp8_key_sums", "fp8_key_means", "fp8_quantise_rows", "fp8_transpose_values",
+        "fp8_forward", "fp8_transform", "fp8_key_sums", "fp8_key_means", "fp8_quantise_rows",
+        "fp8_transpose_values",
     ),
 }  # fmt: skip
 BACKWARD, HOPPER_BACKWARD = "backward", "hopper_backward"

@@ -89,8 +89,7 @@ def attention_fp8_forward(
     if rules.mask.visible is None:
         right = tile_range.num_partial
 
-    row_max, row_sum = tl.full([QUERY_TILE], float("-inf"), tl.float32), tl.zeros_like(shift)
-    state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
+    state = nothing_seen(QUERY_TILE, VALUE_WIDTH)
     for index in range(0, right):
         tile = rules.mask.tile(rules.mask, tile_range, tile_range.num_partial - 1 - index, False)
         state = fold_tile(
@@ -111,14 +110,11 @@ def attention_fp8_forward(
                 key, values, scales, rules, at, query_tile, factor, shift, tile * KV_TILE, state,
                 HEAD_DIM, VALUE_DIM, KV_TILE, True, False,
             )  # fmt: skip
-        if any_nonfinite(state[2], True):  # once more, NaN-safe: a hidden row may hold NaN
+        if any_nonfinite(total_of(state), True):  # once more, NaN-safe: hidden rows may hold NaN
             query_tile = load_rows(
                 query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH, False
             )
-            row_max = tl.full([QUERY_TILE], float("-inf"), tl.float32)
-            state = (
-                row_max, tl.zeros_like(row_max), tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32),
-            )  # fmt: skip
+            state = nothing_seen(QUERY_TILE, VALUE_WIDTH)
             for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
                 kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
                 state = fold_tile(
@@ -129,10 +125,27 @@ def attention_fp8_forward(
     if scales.value is not None:  # noqa: SIM102 (known when compiling)
         if scales.value.step == 0:  # one for all keys
             multiplier = multiplier * load_scale(scales.value, batch, at[2], 0)
-    store_tile(
-        output, batch, query_head, query_start, query_len, state[2] * multiplier[:, None], VALUE_DIM
-    )
+    attended = total_of(state) * multiplier[:, None]
+    store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
     store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
+
+
+@triton.jit
+def nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """The state (row_max, row_sum, weighted_sum, product, product_scale) before any key.
+
+    The product of a tile's weights and values is added to the weighted sum when the next tile is
+    folded in, so that the tensor core goes on with the next tile's scores meanwhile.
+    """
+    row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
+    weighted_sum = tl.zeros([ROWS, WIDTH], tl.float32)
+    return row_max, row_sum, weighted_sum, tl.zeros([ROWS, WIDTH], tl.float32), 1.0
+
+
+@triton.jit
+def total_of(state):
+    """The weighted sum with the last tile's product."""
+    return state[2] + state[3] * state[4]
 
 
 @triton.jit
@@ -141,14 +154,14 @@ def fold_tile(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
     PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys and values into the state (row_max, row_sum, weighted_sum).
+    """Fold one tile of keys and values into the state (see `nothing_seen`).
 
     factor: the scale of the scores times that of the queries. PARTIAL: pairs may be hidden.
     NAN_SAFE: a row that holds NaN makes nonfinite the pairs that it is visible in and no others;
     then products are of float16, which changes no number.
     """
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
-    row_max, row_sum, weighted_sum = state
+    row_max, row_sum, weighted_sum, product, product_scale = state
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
         key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not PARTIAL
@@ -194,11 +207,13 @@ def fold_tile(
     rescale = tl.exp2(row_max - base)
     weights = tl.exp2(scores * factor - (base - LIFT)[:, None])  # one FMA, one exponential
     row_sum = row_sum * rescale + sum_of_rows(weights, True)
+    weighted_sum = (weighted_sum + product * product_scale) * rescale[:, None]
     product = tl.dot(operand(as_e4m3(weights), NAN_SAFE), value_rows)  # [QUERY_TILE, VALUE_WIDTH]
+    product_scale = 1.0
     if scales.value is not None:  # noqa: SIM102 (known when compiling)
         if scales.value.step != 0:
-            product = product * load_scale(scales.value, batch, kv_head, kv_start)
-    return new_max, row_sum, weighted_sum * rescale[:, None] + product
+            product_scale = load_scale(scales.value, batch, kv_head, kv_start)
+    return new_max, row_sum, weighted_sum, product, product_scale
 
 
 @triton.jit

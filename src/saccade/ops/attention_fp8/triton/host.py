@@ -39,6 +39,7 @@ from saccade.ops.attention_fp8.triton.quantise import (
     fp8_key_means,
     fp8_key_sums,
     fp8_quantise_rows,
+    fp8_transform,
     fp8_transpose_values,
 )
 from saccade.runtime.fp8_spec import (
@@ -111,6 +112,8 @@ class Fp8Call:
         self.value_width = max(next_width(value_dim), configs.SMALLEST)
         queries, keys = self.geometry
         self.group = queries.heads // max(keys.heads, 1)
+        self.size = transform_size(head_dim) if quantisation.incoherent and head_dim else 0
+        self.width = max(self.size, NARROWEST) if self.size else min(self.head_width, CHUNK)
         width = max(self.head_width, self.value_width)
         chosen = configs.choose(call_spec.architecture(inputs.query), width, config)
         tiles = chosen.query_tile, chosen.kv_tile
@@ -165,12 +168,14 @@ class Fp8Call:
         """The call with e4m3 rows, values in tiles; and what smoothing took from the scores."""
         queries, keys = self.geometry
         offsets_q, offsets_k = inputs[7:]
-        mean, shift = None, None
+        matrix, mean, shift = self._matrix(inputs.key), None, None
         if self.quantisation.smooth:
-            mean = self._mean(inputs.key, offsets_k)
+            mean = self._mean(inputs.key, offsets_k, matrix)
             _, shift = empty_fp8_results(inputs, self.quantisation.dtype)
-        query, query_scale = self._quantised_rows(inputs.query, queries, offsets_q, mean, shift)
-        key, key_scale = self._quantised_rows(inputs.key, keys, offsets_k, mean, None)
+        query, query_scale = self._quantised_rows(
+            inputs.query, queries, offsets_q, (matrix, mean, shift)
+        )
+        key, key_scale = self._quantised_rows(inputs.key, keys, offsets_k, (matrix, mean, None))
         own = self.quantisation.mode == "block"
         scale = self._blocks(keys, inputs.value) if own else None
         if scale is None:
@@ -181,8 +186,18 @@ class Fp8Call:
         found = Fp8Inputs(query, key, tiles, query_scale, key_scale, scale, *inputs[6:])
         return found, shift
 
-    def _mean(self, key: Tensor, offsets: Tensor | None) -> Tensor:
-        """The mean key of each head, [batch, heads, dim]."""
+    def _matrix(self, key: Tensor) -> Tensor | None:
+        """The matrix that rows are transformed by, a square for each chunk of channels."""
+        if not self.size:
+            return None
+        chunks = -(-self.head_dim // self.width)
+        matrix = key.new_empty(chunks, self.width, self.width)
+        constants = {"WIDTH": self.width, "SIZE": self.size}
+        self._start(fp8_transform, constants, 4, chunks, (matrix,), lambda: (matrix,))
+        return matrix
+
+    def _mean(self, key: Tensor, offsets: Tensor | None, matrix: Tensor | None) -> Tensor:
+        """The mean key of each head, transformed, [batch, heads, dim]."""
         keys, dim = self.geometry.keys, self.head_dim
         blocks = self._blocks(keys, key)
         sums = blocks.new_empty(*blocks.shape, dim)
@@ -198,46 +213,40 @@ class Fp8Call:
             (key, sums, *there_are([offsets])),
             lambda: (self._rows(key, keys, offsets), of_sums()),
         )  # fmt: skip
+        constants = {"HEAD_DIM": dim, "WIDTH": self.width, "SIZE": self.size}
         self._start(
-            fp8_key_means, constants, 4, keys.batch * keys.heads,
-            (key, sums, mean, *there_are([offsets])),
-            lambda: (self._rows(key, keys, offsets), of_sums(), mean),
+            fp8_key_means, constants, 8, keys.batch * keys.heads * -(-dim // self.width),
+            (key, sums, mean, *there_are([matrix, offsets])),
+            lambda: (self._rows(key, keys, offsets), of_sums(), mean, matrix),
         )  # fmt: skip
         return mean
 
     def _quantised_rows(
-        self,
-        rows: Tensor,
-        extent: Extent,
-        offsets: Tensor | None,
-        mean: Tensor | None,
-        shift: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:
-        """Queries or keys as e4m3 numbers, and their scales."""
+        self, rows: Tensor, extent: Extent, offsets: Tensor | None,
+        changes: tuple[Tensor | None, Tensor | None, Tensor | None],
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Queries or keys as e4m3 numbers, and their scales; changes: matrix, mean, and shift."""
         numbers = rows.new_empty(rows.shape, dtype=E4M3)
-        own = self.quantisation.mode == "block"
-        if own:
+        if self.quantisation.mode == "block":
             scale = self._blocks(extent, rows)
-            self._start_rows(rows, numbers, scale, None, extent, offsets, mean, shift, "own")
+            self._start_rows(rows, numbers, scale, None, extent, offsets, changes, "own")
             return numbers, scale
         largest = self._blocks(extent, rows).zero_()
-        self._start_rows(rows, None, None, largest, extent, offsets, mean, shift, "largest")
+        self._start_rows(rows, None, None, largest, extent, offsets, changes, "largest")
         scale = self._scale(largest, rows, offsets)
-        self._start_rows(rows, numbers, scale, None, extent, offsets, mean, shift, "given")
+        self._start_rows(rows, numbers, scale, None, extent, offsets, changes, "given")
         return numbers, scale
 
     def _start_rows(
         self, rows: Tensor, numbers: Tensor | None, scale: Tensor | None, largest: Tensor | None,
-        extent: Extent, offsets: Tensor | None, mean: Tensor | None, shift: Tensor | None,
-        scales: str,
+        extent: Extent, offsets: Tensor | None,
+        changes: tuple[Tensor | None, Tensor | None, Tensor | None], scales: str,
     ) -> None:  # fmt: skip
         """Start the kernel for queries (which have a group of heads for each mean) or keys."""
-        size = transform_size(self.head_dim) if self.quantisation.incoherent else 0
-        is_query = extent is self.geometry.queries
-        width = max(size, NARROWEST) if size else min(self.head_width, CHUNK)
+        is_query, (matrix, mean, shift) = extent is self.geometry.queries, changes
         constants = {
             "HEADS_PER_KV_HEAD": self.group if is_query else 1, "HEAD_DIM": self.head_dim,
-            "WIDTH": width, "SIZE": size, "SCALES": scales,
+            "WIDTH": self.width, "SIZE": self.size, "SCALES": scales,
         }  # fmt: skip
 
         def arguments() -> tuple[Any, ...]:
@@ -246,12 +255,13 @@ class Fp8Call:
                 None if numbers is None else self._rows(numbers, extent, offsets),
                 scale_view(scale, extent, offsets),
                 scale_view(largest, extent, offsets),
+                matrix,
                 mean,
                 fixed(self.geometry.keys.heads),
                 None if shift is None else self._numbers(shift, offsets),
             )
 
-        tensors = there_are((rows, numbers, scale, largest, mean, shift, offsets))
+        tensors = there_are((rows, numbers, scale, largest, matrix, mean, shift, offsets))
         programs = extent.programs(BLOCK_ROWS)
         self._start(fp8_quantise_rows, constants, 8, programs, tensors, arguments)
 
@@ -266,7 +276,8 @@ class Fp8Call:
             "VALUE_DIM": self.value_dim, "VALUE_WIDTH": self.value_width, "SCALES": scales,
         }  # fmt: skip
         self._start(
-            fp8_transpose_values, constants, 8, keys.programs(BLOCK_ROWS),
+            fp8_transpose_values, constants, 8 if self.value_width <= CHUNK else 16,
+            keys.programs(BLOCK_ROWS),
             there_are((value, tiles, scale, largest, offsets)),
             lambda: (
                 self._rows(value, keys, offsets), self._tiles(tiles, offsets),

@@ -18,7 +18,7 @@ from saccade.gpu import tensor_view
 from saccade.gpu.device_ops import as_fp8_bytes
 from saccade.gpu.kernel_args import Extent
 from saccade.gpu.language import Constant, builtin_of_ours, tl, triton
-from saccade.gpu.signature import Length
+from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View, first_slot, row_pointers, wide
 from saccade.runtime.fp8_spec import BLOCK_ROWS
 
@@ -90,6 +90,8 @@ def blocks_view(
 ) -> View:
     """A View whose rows are blocks; strides are those of batch entries and heads."""
     constant = Constant(step)
+    if step > 1:  # tiles, or rows, which are loaded 16 numbers at once
+        strides = Stride(strides[0]), Stride(strides[1])
     if offsets is None:
         data: tuple[Any, ...] = (Length(extent.length), extent.heads)
         return View(blocks, strides, constant, tensor_view.dense, tensor_view.dense_program, data)

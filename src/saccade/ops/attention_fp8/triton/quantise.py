@@ -37,21 +37,33 @@ def fp8_key_sums(key, sums, HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr):
 
 
 @triton.jit
-def fp8_key_means(key, sums, mean, HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr):
-    """The mean of a head's keys from the sums of their blocks. Grid: batch entries × heads."""
-    head, batch = tl.program_id(0) % key.data[-2], tl.program_id(0) // key.data[-2]
-    length, channels = num_rows(key, batch), tl.arange(0, HEAD_WIDTH)
-    blocks, total = tl.cdiv(length, BLOCK), tl.zeros([HEAD_WIDTH], tl.float32)
-    for first in range(0, blocks, SUMS_AT_ONCE):
-        block = first + tl.arange(0, SUMS_AT_ONCE)
+def fp8_key_means(
+    key, sums, mean, matrix,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """The transformed mean of a head's keys, from the sums of their blocks.
+
+    Grid: batch entries × heads × chunks of WIDTH channels. matrix, SIZE: see `transformed`.
+    """
+    chunks: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
+    first = tl.program_id(0) % chunks * WIDTH
+    row = tl.program_id(0) // chunks
+    head, batch = row % key.data[-2], row // key.data[-2]
+    length, channels = num_rows(key, batch), first + tl.arange(0, WIDTH)
+    blocks, total = tl.cdiv(length, BLOCK), tl.zeros([WIDTH], tl.float32)
+    for start in range(0, blocks, SUMS_AT_ONCE):
+        block = start + tl.arange(0, SUMS_AT_ONCE)
         exists = (block < blocks)[:, None] & (channels < HEAD_DIM)[None, :]
         pointers = row_pointers(sums, batch, head, block[:, None], channels[None, :])
         total += tl.sum(tl.load(pointers, mask=exists, other=0.0), 0)
     found = total / tl.maximum(length, 1).to(tl.float32)
-    tl.store(mean + wide(tl.program_id(0)) * HEAD_DIM + channels, found, mask=channels < HEAD_DIM)
+    if SIZE > 0:
+        entries = load_matrix(matrix, first, WIDTH).to(tl.float32)
+        found = tl.sum(found[:, None] * entries, 0) * (1.0 / tl.sqrt(SIZE * 1.0))
+    tl.store(mean + wide(row) * HEAD_DIM + channels, found, mask=channels < HEAD_DIM)
 
 
-# ---- queries and keys ----------------------------------------------------------------------------
+# ---- the transform -------------------------------------------------------------------------------
 
 
 @triton.jit
@@ -63,8 +75,9 @@ def hashed(numbers):
 
 
 @triton.jit
-def transform(first, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """WIDTH × WIDTH entries of the orthogonal matrix from channel `first` on, times sqrt(SIZE).
+def fp8_transform(matrix, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """The orthogonal matrix times sqrt(SIZE), WIDTH × WIDTH entries for each chunk of channels, of
+    which each program makes one.
 
     An entry of a Hadamard matrix is negative where the indices have an odd number of bits in
     common.
@@ -74,45 +87,57 @@ def transform(first, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     common = common ^ (common >> 4)
     common = common ^ (common >> 2)
     common = (common ^ (common >> 1)) & 1
-    negative = common ^ (hashed(first + row) >> 31).to(tl.int32)
-    entries = 1.0 - 2.0 * negative.to(tl.float32)
-    return tl.where(row // SIZE == column // SIZE, entries, 0.0)
+    negative = common ^ (hashed(tl.program_id(0) * WIDTH + row) >> 31).to(tl.int32)
+    entries = tl.where(row // SIZE == column // SIZE, 1.0 - 2.0 * negative.to(tl.float32), 0.0)
+    place = tl.program_id(0) * WIDTH * WIDTH + row * WIDTH + column
+    tl.store(matrix + place, entries.to(matrix.dtype.element_ty))
 
 
 @triton.jit
-def load_chunk(view, at, first, mean, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """WIDTH channels of a block of rows and of the mean key, as they lie in memory."""
-    batch, head, tile, mean_row = at
-    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, WIDTH)
-    exists = (rows < num_rows(view, batch))[:, None] & (channels < HEAD_DIM)[None, :]
-    pointers = row_pointers(view, batch, head, rows[:, None], channels[None, :])
-    chunk = tl.load(pointers, mask=exists, other=0.0)
-    mean_chunk = tl.zeros([WIDTH], tl.float32)
-    if mean is not None:
-        position = mean + wide(mean_row) * HEAD_DIM + channels
-        mean_chunk = tl.load(position, mask=channels < HEAD_DIM, other=0.0)
-    return chunk, mean_chunk
+def load_matrix(matrix, first, WIDTH: tl.constexpr):
+    """The matrix of the chunk of channels from `first` on."""
+    place = tl.arange(0, WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
+    return tl.load(matrix + first * WIDTH + place)
+
+
+# ---- queries and keys ----------------------------------------------------------------------------
 
 
 @triton.jit
 def transformed(
-    view, at, first, mean, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-    SUBTRACT: tl.constexpr,
+    view, at, first, matrix, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
 ):  # fmt: skip
-    """WIDTH channels of a block of rows, transformed, and less the mean key if there is one and it
-    is to SUBTRACT it; SIZE 0: not transformed."""
-    chunk, mean_chunk = load_chunk(view, at, first, mean, HEAD_DIM, WIDTH)
+    """WIDTH channels of a block of rows, transformed, in float32; SIZE 0: as they are."""
+    batch, head, tile, _ = at
+    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, WIDTH)
+    exists = (rows < num_rows(view, batch))[:, None] & (channels < HEAD_DIM)[None, :]
+    pointers = row_pointers(view, batch, head, rows[:, None], channels[None, :])
+    chunk = tl.load(pointers, mask=exists, other=0.0)
     if SIZE > 0:
-        matrix = transform(first, WIDTH, SIZE)
-        normal = 1.0 / tl.sqrt(SIZE * 1.0)
-        numbers = tl.dot(chunk, matrix.to(chunk.dtype)) * normal
-        mean_chunk = tl.sum(mean_chunk[:, None] * matrix, 0) * normal
+        numbers = tl.dot(chunk, load_matrix(matrix, first, WIDTH)) * (1.0 / tl.sqrt(SIZE * 1.0))
     else:
         numbers = chunk.to(tl.float32)
+    return numbers
+
+
+@triton.jit
+def mean_of(mean, at, first, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH channels of the transformed mean key."""
+    channels = first + tl.arange(0, WIDTH)
+    pointers = mean + wide(at[3]) * HEAD_DIM + channels
+    return tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)[None, :]
+
+
+@triton.jit
+def smoothed(
+    view, at, first, matrix, mean, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr, SUBTRACT: tl.constexpr,
+):  # fmt: skip
+    """WIDTH channels of a block of rows, transformed, and of keys less their mean."""
+    numbers = transformed(view, at, first, matrix, HEAD_DIM, WIDTH, SIZE)
     if mean is not None and SUBTRACT:
-        rows = at[2] * BLOCK + tl.arange(0, BLOCK)
-        exists = (rows < num_rows(view, at[0]))[:, None]
-        numbers = tl.where(exists, numbers - mean_chunk[None, :], 0.0)
+        exists = (at[2] * BLOCK + tl.arange(0, BLOCK) < num_rows(view, at[0]))[:, None]
+        numbers = tl.where(exists, numbers - mean_of(mean, at, first, HEAD_DIM, WIDTH), 0.0)
     return numbers
 
 
@@ -143,64 +168,68 @@ def scale_of(largest, scale, batch, head, tile, SCALES: tl.constexpr):
 
 @triton.jit
 def fp8_quantise_rows(
-    view, numbers, scale, largest, mean, mean_heads, shift,
+    view, numbers, scale, largest, matrix, mean, mean_heads, shift,
     HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of rows of a head. WIDTH channels at a time.
 
-    mean: float32 [batch, mean_heads, head_dim], or None. shift: where products of queries with it
-    go; None for keys, which it is subtracted from. SCALES: "own" writes scales of blocks, "given"
-    reads scales, and "largest" writes nothing but the size of each block's largest number (to
-    `largest`, a View of blocks).
+    matrix, mean: of `fp8_transform` and `fp8_key_means`, or None. shift: where products of queries
+    with the mean go; None for keys, which it is subtracted from. SCALES: "own" writes scales of
+    blocks, "given" reads scales, and "largest" writes nothing but the size of each block's largest
+    number (to `largest`, a View of blocks).
     """
     SUBTRACT: tl.constexpr = shift is None
+    CHUNKS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
     batch, head, tile, _ = view.find(tl.program_id(0), view.data, BLOCK)
     at = (batch, head, tile, batch * mean_heads + head // HEADS_PER_KV_HEAD)
     present = tile * BLOCK < num_rows(view, batch)
-    first_chunk = transformed(view, at, 0, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT)
-    size = largest_of(first_chunk)
-    if SCALES != "given":
-        for first in tl.static_range(WIDTH, HEAD_DIM, WIDTH):
-            chunk = transformed(view, at, first, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT)
-            size = tl.maximum(size, largest_of(chunk))
+    size = tl.full([], 0.0, tl.float32)
+    if CHUNKS == 1:
+        only = smoothed(view, at, 0, matrix, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT)
+        size = largest_of(only)
+    elif SCALES != "given":
+        for index in tl.range(0, CHUNKS, num_stages=1):
+            size = tl.maximum(size, largest_of(smoothed(
+                view, at, index * WIDTH, matrix, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT
+            )))  # fmt: skip
     if SCALES == "largest":
         tl.store(row_pointers(largest, batch, head, tile, 0), size, mask=present)
     else:
         unit = scale_of(size, scale, batch, head, tile, SCALES)
         if SCALES == "own":
             tl.store(row_pointers(scale, batch, head, tile, 0), unit, mask=present)
-        store_chunk(numbers, at, 0, in_units(first_chunk, unit), HEAD_DIM)
-        for first in tl.static_range(WIDTH, HEAD_DIM, WIDTH):
-            chunk = transformed(view, at, first, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT)
-            store_chunk(numbers, at, first, in_units(chunk, unit), HEAD_DIM)
+        product = tl.zeros([BLOCK], tl.float32)
+        if CHUNKS == 1:
+            product = store_chunk(numbers, at, 0, only, unit, mean, product, HEAD_DIM, SUBTRACT)
+        else:
+            for index in tl.range(0, CHUNKS, num_stages=1):
+                chunk = smoothed(
+                    view, at, index * WIDTH, matrix, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT
+                )
+                product = store_chunk(
+                    numbers, at, index * WIDTH, chunk, unit, mean, product, HEAD_DIM, SUBTRACT
+                )
         if shift is not None:
-            store_shift(view, at, mean, shift, HEAD_DIM, WIDTH)
+            rows = tile * BLOCK + tl.arange(0, BLOCK)
+            store_numbers(shift, batch, head, rows, num_rows(view, batch), product)
 
 
 @triton.jit
-def store_chunk(numbers, at, first, chunk, HEAD_DIM: tl.constexpr):
-    """Write channels of a block of rows; those past the end are not written."""
+def store_chunk(
+    numbers, at, first, chunk, unit, mean, product, HEAD_DIM: tl.constexpr, SUBTRACT: tl.constexpr
+):  # fmt: skip
+    """Write channels of a block of rows, but those past the end; add up products with the mean."""
     batch, head, tile, _ = at
-    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, chunk.shape[1])
+    WIDTH: tl.constexpr = chunk.shape[1]
+    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, WIDTH)
     exists = (rows < num_rows(numbers, batch))[:, None] & (channels < HEAD_DIM)[None, :]
-    tl.store(
-        row_pointers(numbers, batch, head, rows[:, None], channels[None, :]), chunk, mask=exists
-    )
-
-
-@triton.jit
-def store_shift(view, at, mean, shift, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """What smoothing takes from the products of each query row: its product with the mean key."""
-    batch, head, tile, _ = at
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in tl.static_range(0, HEAD_DIM, WIDTH):
-        chunk, mean_chunk = load_chunk(view, at, first, mean, HEAD_DIM, WIDTH)
-        queries = chunk.to(tl.float32)
-        queries = tl.where(tl.abs(queries) < float("inf"), queries, 0.0)
-        total += tl.sum(queries * mean_chunk[None, :], 1)
-    rows = tile * BLOCK + tl.arange(0, BLOCK)
-    store_numbers(shift, batch, head, rows, num_rows(view, batch), total)
+    pointers = row_pointers(numbers, batch, head, rows[:, None], channels[None, :])
+    tl.store(pointers, in_units(chunk, unit), mask=exists)
+    if mean is not None and not SUBTRACT:
+        finite = tl.where(tl.abs(chunk) < float("inf"), chunk, 0.0)
+        product += tl.sum(finite * mean_of(mean, at, first, HEAD_DIM, WIDTH), 1)
+    return product
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -250,7 +279,11 @@ def load_values(
 ):  # fmt: skip
     """[VALUE_WIDTH, KV_TILE] of the values from row `start` on, which all lie in one block."""
     channels = tl.arange(0, VALUE_WIDTH)[:, None]
-    within = channels * BLOCK + (start % BLOCK + tl.arange(0, KV_TILE)[None, :])
+    if KV_TILE == BLOCK:  # noqa: SIM108 (known when compiling)
+        first = 0
+    else:  # a product with a constant is known to be its multiple: rows are loaded 16 at once
+        first = start % BLOCK // KV_TILE * KV_TILE
+    within = channels * BLOCK + (first + tl.arange(0, KV_TILE)[None, :])
     pointers = row_pointers(tiles, batch, head, start // BLOCK, within)
     if VALUE_DIM == VALUE_WIDTH:
         found = tl.load(pointers)
