@@ -18,7 +18,7 @@ Numbers of each row are held by thread: [rows, 8], of which a thread has two for
 
 from __future__ import annotations
 
-from saccade.gpu.hopper.pipeline import pinned, store, wait_for_stores
+from saccade.gpu.hopper.pipeline import store, wait_for_stores
 from saccade.gpu.hopper.tile_scheduler import tile_from_last
 from saccade.gpu.language import gl, gluon
 from saccade.gpu.online_softmax import LN_2, LOG2_E
@@ -278,9 +278,10 @@ def finish(
     row_max, row_sum, weighted_sum = state
     batch, query_head, first_row, query_len, _ = at
     factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
+    exact = weighted_sum * along_rows(factor, weighted_sum)
+    attended = exact.to(output_desc.dtype)
     if residual is not None:
-        store_residual(residual, weighted_sum, pinned(factor), output_desc.dtype, at, VALUE_DIM)
-    attended = (weighted_sum * along_rows(factor, weighted_sum)).to(output_desc.dtype)
+        store_residual(residual, exact, attended, at, VALUE_DIM)
     rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
     if largest is not None:
@@ -296,16 +297,9 @@ def finish(
 
 
 @gluon.jit
-def store_residual(
-    residual, weighted_sum, factor, DTYPE: gl.constexpr, at, VALUE_DIM: gl.constexpr
-):  # fmt: skip
-    """Write what rounding to DTYPE takes from 64 rows of the output.
-
-    It is rounded here and again where it is written, for which the factor comes pinned: else the
-    compiler would round once and hold all of the rounded numbers beside the exact ones.
-    """
+def store_residual(residual, exact, attended, at, VALUE_DIM: gl.constexpr):
+    """Write what rounding took from 64 rows of the output."""
     batch, query_head, first_row, query_len, _ = at
-    exact = weighted_sum * along_rows(factor, weighted_sum)
     row, channel = places_of(exact, 0, 0)
     first, _ = residual.position(batch, residual.strides, residual.step, residual.data)
     first += wide(query_head) * residual.strides[1] + wide(first_row) * residual.step
@@ -314,7 +308,7 @@ def store_residual(
     exist = row < query_len - first_row
     if exact.shape[1] != VALUE_DIM:
         exist = exist & (channel < VALUE_DIM)
-    gl.store(pointers, residual_of(exact, exact.to(DTYPE)), mask=exist)
+    gl.store(pointers, residual_of(exact, attended), mask=exist)
 
 
 @gluon.jit
