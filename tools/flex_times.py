@@ -292,8 +292,7 @@ def timed(cell: Cell, known: Mapping[str, Any]) -> dict[str, Any]:
     if len(work) == len(LIBRARIES):
         for which in ("forward", "backward"):
             row[f"{which}_ratio"] = row[f"{which}_theirs_ms"] / row[f"{which}_ours_ms"]
-    row["device"] = torch.cuda.get_device_name()
-    return row
+    return {**row, "device": torch.cuda.get_device_name(), "torch": torch.__version__}
 
 
 # ---- compiling -----------------------------------------------------------------------------------
@@ -446,8 +445,8 @@ def plot(file: Path, rows: Mapping[Cell, Mapping[str, Any]]) -> None:
     )
     axes.grid(alpha=0.25)
     axes.legend(loc="lower right", fontsize=8)
-    devices = "; ".join(dict.fromkeys(str(row.get("device")) for row in drawn.values()))
-    axes.set_title(f"{devices}, torch {torch.__version__}: {means(drawn.values())}", fontsize=9)
+    by = (f"{row.get('device')}, torch {row.get('torch')}" for row in drawn.values())
+    axes.set_title(f"{'; '.join(dict.fromkeys(by))}: {means(drawn.values())}", fontsize=9)
     file.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(file, dpi=130)
     pyplot.close(figure)

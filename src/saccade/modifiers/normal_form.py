@@ -378,6 +378,18 @@ def reads_along_rows(key: str) -> bool:
 
 
 @constant
+def reads_by_distance(key: str) -> bool:
+    """Whether all captured tensors that are read along rows are read at what query rows and keys
+    make together, such as their distance."""
+    expression = parse(key)
+    by = [mentions(expression, [row]) for row in ("query_row", "kv_row")]
+    reads = [step.operands for step in expression if step.op in READS]
+    along = [of for of in reads if any(each[number] for each in by for number in of)]
+    mixed = [any(all(each[number] for each in by) for number in of) for of in along]
+    return bool(along) and all(mixed)
+
+
+@constant
 def computes_functions(key: str) -> bool:
     """Whether a mask or score computes a function such as tanh for each pair."""
     return any(step.op in FUNCTIONS for step in parse(key))

@@ -21,6 +21,7 @@ from saccade.modifiers.normal_form import (
     consists_of,
     is_causal,
     reads_along_rows,
+    reads_by_distance,
 )
 from saccade.runtime.delta_spec import DeltaProblem
 from saccade.runtime.spec import LinearProblem, Problem
@@ -172,8 +173,8 @@ def _launch_note(problem: AnyProblem) -> str | None:
 
 
 def _hopper_not_preferred(problem: Problem) -> str | None:
-    """Of scores: one that adds a product of rows by Hopper's took 0.86 of Triton's time with 128
-    channels and 1.02 with 64, a tanh 1.6, an entry of a table for each pair 1.2 (flex_ways.txt)."""
+    """Of scores: one that adds a product of rows took 0.86 of Triton's time with 128 channels and
+    1.02 with 64, a tanh 1.6, a bias by distance 1.34 (benchmarks/results/h200/flex_ways.txt)."""
     narrow = max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH
     if problem.score and narrow:
         return f"up to {SMALLEST_WIDTH} channels it has too few registers for scores that change"
@@ -182,16 +183,23 @@ def _hopper_not_preferred(problem: Problem) -> str | None:
     return _unmeasured(problem)
 
 
+def _by_tables(score: str, width: int) -> bool:
+    """Whether a score reads tensors along rows otherwise than was measured: backwards a bias by
+    distance took 0.79 of Triton's time with 128 channels, 1.8 with 64."""
+    measured = SMALLEST_WIDTH < width <= WIDEST_AT_ONCE and reads_by_distance(score)
+    return reads_along_rows(score) and not measured
+
+
 def _unmeasured(problem: Problem) -> str | None:
     """Why Triton kernels go first: they were faster, or Hopper's were not measured beside them.
 
     Of masks other than causal ones, windows, prefixes, documents and blocks were measured with 128
     channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl); a dilated
     window and neighbours in a picture, which read nothing along rows, 1.02 to 0.62, with 64 too
-    (benchmarks/results/h200/flex_ways.txt).
+    (benchmarks/results/h200/flex_ways.txt), windows and prefixes with 64 0.96 to 0.75.
     """
     width = max(problem.head_dim, problem.value_dim)
-    if problem.score and (problem.packed or reads_along_rows(problem.score)):
+    if problem.score and (problem.packed or _by_tables(problem.score, width)):
         return "where scores change its lead is measured for dense rows and no tables along them"
     if width <= SMALLEST_WIDTH // 2:
         return f"it computes with {SMALLEST_WIDTH} channels at least"

@@ -31,6 +31,8 @@ def reason(*tensors: Tensor, **more: Any) -> str:
 
 PREFIX = masks.prefix(torch.tensor([7], dtype=torch.int32))
 BY_ROW = scores.bias(torch.zeros(1, 1, 512, 512))
+DISTANCES = torch.zeros(2, 1023)
+BY_DISTANCE = scores.as_score(lambda s, b, h, q, k: s + DISTANCES[h, q - k + 511])
 EVERY = masks.dense(torch.ones(512, 512, dtype=torch.bool))
 
 
@@ -107,6 +109,8 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
         (lambda: problem(rows(1, 2, 512, 256), score=scores.softcap(3.0)), "as they are", True),
         (lambda: problem(rows(1, 2, 513, 64), score=scores.softcap(3.0)), None, True),
         (lambda: problem(rows(1, 2, 512, 128), score=BY_ROW), "no tables", True),
+        (lambda: problem(rows(1, 2, 512, 128), score=BY_DISTANCE), None, True),
+        (lambda: problem(rows(1, 2, 513, 64), score=BY_DISTANCE), "no tables", True),
         (lambda: problem(rows(1, 2, 512, 256))._replace(value_dim=128), "as wide as keys", True),
         (lambda: problem(rows(1, 2, 512, 256))._replace(packed=True), "dense rows", True),
         (lambda: problem(rows(1, 2, 512, 64), mask=masks.causal()), "512 rows are slower", True),
@@ -144,6 +148,7 @@ def test_which_backward_passes_it_takes(found, said, named):
         (lambda: packed(191, 192), "fewer than 192 rows"),
         (lambda: problem(rows(1, 2, 512, 128), score=scores.softcap(30.0)), "functions or by"),
         (lambda: problem(rows(1, 2, 512, 128), score=BY_ROW), "functions or by"),
+        (lambda: problem(rows(1, 2, 512, 128), score=BY_DISTANCE), "functions or by"),
         (lambda: problem(rows(1, 2, 512, 128), score=scores.alibi(torch.ones(2))), None),
         (lambda: problem(rows(1, 2, 512, 64), score=scores.alibi(torch.ones(2))), "too few"),
         (lambda: problem(rows(1, 2, 512, 32)), "64 channels"),
