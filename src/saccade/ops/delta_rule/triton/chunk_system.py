@@ -118,7 +118,6 @@ def delta_system(
     earlier = rows[None, :] < rows[:, None]
     pairs = tl.where(earlier, pairs * beta_rows[:, None], 0.0)
     scores = tl.where(rows[None, :] <= rows[:, None], scores * scale, 0.0)
-    store_tile(weights, batch, head, start, length, scores, META.CHUNK)  # and no longer held
     # Substitution would carry NaN to earlier rows, as 0 · NaN is NaN.
     finite = tl.abs(tl.sum(tl.abs(pairs), 1)) < float("inf")
     late = tl.cumsum(tl.where(finite, 0, 1), 0)[:, None] > 0
@@ -129,6 +128,7 @@ def delta_system(
         solved = inverse_by_blocks(pairs, META.CHUNK, META.LEVELS, META.SOLVED)
     solved = tl.where(late, float("nan"), solved)
     store_tile(inverse, batch, head, start, length, solved, META.CHUNK)
+    store_tile(weights, batch, head, start, length, scores, META.CHUNK)
 
 
 @triton.jit

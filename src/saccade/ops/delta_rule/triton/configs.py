@@ -1,9 +1,11 @@
 """Configs of the gated delta rule: rows of a chunk, tiles of channels, warps and stages.
 
-Those of Hopper with 128 channels were timed (benchmarks/results/h200/delta_tiles.txt). All others
-were chosen by what they compile to: the state of a program (channels of keys × its tile of values,
-in float32) against its registers, rows of a chunk against shared memory. By Triton 3.6, a scan of
-four warps that loads nothing ahead (one stage) reads outside of its memory on Hopper.
+They were chosen by what they compile to: the state of a program (channels of keys × its tile of
+values, in float32) against its registers, rows of a chunk against shared memory. Of Hopper with 128
+channels others were timed, kernel by kernel (benchmarks/results/h200/delta_tiles.txt), and some are
+faster; what they compute was not compared there, so they wait for the suite on a GPU. By Triton
+3.6, a scan of four warps that loads nothing ahead (one stage) reads outside of its memory on
+Hopper.
 """
 
 from __future__ import annotations
@@ -39,7 +41,7 @@ COLUMNS = (64, 128, 256)
 # register for a whole tile of rows (`tensor_view.tile_pointers`), elsewhere one for each.
 _HOPPER = (
     DeltaConfig(64, 64, 4, 2, (64, 4, 2), 64, 4, 64, 64, 8, 2),
-    DeltaConfig(64, 64, 4, 2, (128, 8, 2), 128, 4, 32, 64, 4, 2),
+    DeltaConfig(64, 64, 4, 2, (64, 4, 2), 64, 4, 64, 64, 8, 2),
     DeltaConfig(64, 16, 8, 1, (16, 8, 1), 64, 4, 32, 32, 8, 1),
 )
 _AMPERE = (
@@ -75,12 +77,7 @@ def choose(
     column = next(column for column, most in enumerate(COLUMNS) if head_width <= most)
     table = _SLOW if wide else _TABLES.get(architecture, _AMPERE)
     config = table[column]
-    if by_channel and config is _HOPPER[1]:
-        config = config._replace(
-            system_tile=32, system_warps=4,
-            gradient_tile=32, gradient_values=32, gradient_warps=8, gradient_stages=1,
-        )  # fmt: skip
-    elif by_channel and table is not _SLOW:  # sums of decay and their exponentials besides
+    if by_channel and table is not _SLOW:  # sums of decay and their exponentials besides
         config = config._replace(
             system_tile=min(config.system_tile, 32),
             system_warps=4 if table is _CDNA else 8,
@@ -144,8 +141,6 @@ def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if (wide or architecture == "sm_75") and head_dim > COLUMNS[0]:
         return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
-    if architecture == "sm_90" and kernel in ("delta_gradients", "delta_reverse_scan"):
-        return "faster than those that do not (h200/delta_tiles.txt)" if head_dim == 128 else ""
     if kernel == "delta_gradients" and architecture != "sm_90" and head_dim > COLUMNS[0]:
         return "all pairs of a chunk are left operands, in registers; waits for a GPU"
     return ""
