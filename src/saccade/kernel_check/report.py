@@ -12,11 +12,12 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from saccade.kernel_check.calls import DeltaCall, KernelCall, LinearCall, PagedCall
+from saccade.kernel_check.calls import DeltaCall, Fp8KernelCall, KernelCall, LinearCall, PagedCall
 from saccade.kernel_check.catalogue import Compiled
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.configs import KernelProblem
+from saccade.ops.attention_fp8.triton import configs as fp8_configs
 from saccade.ops.delta_rule.triton import configs as delta_configs
 from saccade.ops.linear_attention.triton import configs as linear_configs
 
@@ -93,6 +94,8 @@ def excuse(compiled: Compiled) -> str:
         return delta_configs.may_spill(
             architecture, compiled.kernel, call.dtype == "fp32", call.head_dim
         )
+    if isinstance(call, Fp8KernelCall):
+        return fp8_configs.may_spill(architecture, call.head_dim)
     if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
         return "a few numbers, once a tile, which short chunks wait for memory to bring"
     if isinstance(call, PagedCall):

@@ -46,3 +46,10 @@ def choose(architecture: str, width: int, requested: KernelConfig) -> KernelConf
             raise ValueError(f"{name}: got {tile}, {takes}")
     sizes = {name: getattr(requested, name) for name in CONFIG_NUMBERS}
     return replace(config, **{name: size for name, size in sizes.items() if size})
+
+
+def may_spill(architecture: str, head_dim: int) -> str:
+    """Why a default may spill; "" where it must not."""
+    if architecture == "sm_90" and head_dim > WIDTHS[1]:
+        return "two sums of so many channels have no registers beside a tile of weights"
+    return ""
