@@ -8,7 +8,12 @@ from typing import Any
 import pytest
 import serving_steps
 
-ROW = {"median_ms": 2.5, "mean_ms": 2.25, "worst_ms": 9.0, "floor_ms": 1.5, "over_floor": 1.5}
+from saccade.bench import results
+
+ROW = {
+    "batch": 1, "device": "a GPU", "median_ms": 2.5, "mean_ms": 2.25, "least_ms": 2.0,
+    "worst_ms": 9.0, "floor_ms": 1.5, "over_floor": 1.5,
+}  # fmt: skip
 
 
 def runs(failing: str) -> Any:
@@ -18,7 +23,8 @@ def runs(failing: str) -> Any:
             raise subprocess.CalledProcessError(
                 1, command, stderr="Traceback\nRuntimeError: broken"
             )
-        said = json.dumps({"case": case, **ROW})
+        named = case if case == "check" else f"serving-1b-{case.replace(':', '-')}"
+        said = json.dumps({"case": named, **ROW})
         return subprocess.CompletedProcess(command, 0, f"some words\n{said}\n", "")
 
     return run
@@ -33,9 +39,10 @@ def test_cases_that_fail_are_told_and_others_shown(failing, monkeypatch, tmp_pat
     )
     assert serving_steps.main() == int(bool(failing))
     said = capsys.readouterr().out
-    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-    wanted = [case for case in ("check", "graphs:1", "eager:1") if case != failing]
-    assert [row["case"] for row in rows] == wanted
+    rows = results.read(file)
+    wanted = [way for way in ("graphs", "eager") if way not in failing]
+    assert [row.case["name"] for row in rows] == [f"serving-1b-{way}-1" for way in wanted]
+    assert all((row.min_ms, row.median_ms, row.floor_ms) == (2.0, 2.5, 1.5) for row in rows)
     assert ("RuntimeError: broken" in said) == bool(failing)
     assert "2.25" in said.splitlines()[-1]
 
