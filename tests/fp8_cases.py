@@ -61,7 +61,7 @@ def make_case(
         }  # fmt: skip
         if form != "none":
             scales[f"{name}_scale"] = torch.rand(sizes[form], generator=generator) + 0.5
-    return Case(rows, scales, options)
+    return Case(rows, scales, options)  # pyright: ignore[reportArgumentType]
 
 
 def expected(case: Case, kv_tile: int = 128) -> tuple[Tensor, Tensor]:

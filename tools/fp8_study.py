@@ -206,7 +206,7 @@ def _needle_line(name: str, rows: list[Tensor], places: Tensor) -> str:
     numbers = [each[0, 0] for each in (made.query, made.key, made.value)]
     factor = scale * float(made.query_scale) * float(made.key_scale)  # type: ignore[arg-type]
     for sums in SUMS.values():
-        output, _ = attention(*numbers, factor, sums)
+        output, _ = attention(*numbers, factor, sums)  # pyright: ignore[reportCallIssue]
         found.append(told(output * float(made.value_scale)))  # type: ignore[arg-type]
     return f"  {name:32s}" + "".join(f"{text:>20s}" for text in found)
 

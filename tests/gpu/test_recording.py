@@ -100,7 +100,7 @@ def told_apart(started: Started, tensors: list[Tensor], *passes: list[Tensor]) -
             }
         found.append(
             tuple(
-                names.setdefault(value[1], f"own {len(names)}") if type(value) is tuple else value
+                names.setdefault(value[1], f"own {len(names)}") if type(value) is tuple else value  # pyright: ignore[reportPossiblyUnboundVariable]
                 for value in one
             )
         )

@@ -27,7 +27,7 @@ def test_a_tree_sees_its_context_and_itself(heads: tuple[int, ...], drafted: int
     tree = TreeAttnMetadata.from_tree_choices(CHOICES, dtype=torch.float64)
     bias = tree.attention_bias[-drafted:]
     prefix = attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([drafted] * 2, longest, lengths)
-    found = tree_attention.tree_attention(q, *drafts, *context, bias, prefix)
+    found = tree_attention.tree_attention(q, *drafts, *context, bias, prefix)  # pyright: ignore[reportCallIssue]
 
     keys, values = (torch.cat(parts, 1) for parts in zip(context, drafts, strict=True))
     scores = torch.einsum("bi...d,bj...d->b...ij", q, keys) / 4
@@ -48,7 +48,11 @@ def test_a_tree_sees_its_context_and_itself(heads: tuple[int, ...], drafted: int
     rows = context.detach().unflatten(2, (2, 4)).flatten(1, 2)[:, pages.flatten().argsort()]
     with torch.no_grad():
         over_pages = tree_attention.tree_attention(
-            q, *drafts, *rows.flatten(1, 2)[:, None], bias, paged
+            q,
+            *drafts,
+            *rows.flatten(1, 2)[:, None],
+            bias,  # pyright: ignore[reportCallIssue]
+            paged,  # pyright: ignore[reportCallIssue]
         )
     torch.testing.assert_close(over_pages, found, **CLOSE)
 

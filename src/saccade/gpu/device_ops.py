@@ -374,14 +374,14 @@ def gather(table, offset, DIMS: tl.constexpr):
     tl.static_assert(len(table[1]) == DIMS, "take: needs one index for each dimension of a table")
     pointers = table[0] + offset
     DTYPE: tl.constexpr = pointers.dtype.element_ty
-    if is_hopper() and DTYPE.primitive_bitwidth == 32:
+    if is_hopper() and DTYPE.primitive_bitwidth == 32:  # pyright: ignore[reportAttributeAccessIssue]
         entries = tl.inline_asm_elementwise(
             LOAD_4_BYTES, "=r,l", [pointers.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
-        ).to(DTYPE, bitcast=True)
-    elif is_hopper() and DTYPE.primitive_bitwidth == 64:
+        ).to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
+    elif is_hopper() and DTYPE.primitive_bitwidth == 64:  # pyright: ignore[reportAttributeAccessIssue]
         entries = tl.inline_asm_elementwise(
             LOAD_8_BYTES, "=l,l", [pointers.to(tl.int64)], dtype=tl.int64, is_pure=True, pack=1
-        ).to(DTYPE, bitcast=True)
+        ).to(DTYPE, bitcast=True)  # pyright: ignore[reportArgumentType]
     else:
         entries = tl.load(pointers)
     return entries

@@ -234,7 +234,7 @@ def find_side_by_side(
         return
     architecture = architecture_of(device)
     with ThreadPoolExecutor(len(new)) as threads:
-        found = threads.map(lambda one: find(*one, architecture), new.values())
+        found = threads.map(lambda one: find(*one, architecture), new.values())  # pyright: ignore[reportCallIssue]
         _ahead.update(zip(new, found, strict=True))
 
 

@@ -35,7 +35,7 @@ PIECE = 512  # bytes: pieces of a block begin at multiples of it, as PyTorch's o
 
 # What PyTorch's compiled graphs allocate by, on the current device: 1.1 us for the 1.8 of
 # torch.empty_strided.
-EMPTY_STRIDED: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
+EMPTY_STRIDED: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore[reportAttributeAccessIssue]
 
 aten = torch.ops.aten
 ALLOCATES = frozenset(
@@ -48,7 +48,7 @@ ALLOCATES = frozenset(
 ZEROES = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default})
 VIEWS = frozenset({aten.detach.default, aten.view.default, aten.select.int})  # found sooner so
 Results = tuple[Tensor, ...]
-profiled = torch._C._autograd._profiler_enabled
+profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class RecordedPass:
@@ -74,7 +74,7 @@ class RecordedPass:
         self.calls_left = -1  # it is tried once
         recorder = Recorder(tensors, self.device)
         results = recorder.watch(run)
-        self.again = recorder.recording(results, self.index) or _not_recorded
+        self.again = recorder.recording(results, self.index) or _not_recorded  # pyright: ignore[reportArgumentType]
         return results
 
 

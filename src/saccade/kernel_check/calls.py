@@ -662,9 +662,9 @@ class Fp8KernelCall(NamedTuple):
         if self.packed:
             tokens = self.batch * self.length
             ends = torch.arange(0, tokens + 1, self.length, dtype=torch.int32, device=device)
-        fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)
+        fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)  # pyright: ignore[reportCallIssue]
         found = prepare_fp8(
-            *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,
+            *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,  # pyright: ignore[reportCallIssue]
             scale=None, sinks=None, return_lse=False, config=None,
         )  # fmt: skip
 

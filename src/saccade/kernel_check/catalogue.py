@@ -255,7 +255,7 @@ def delta_entries(half: str) -> list[Entry]:
         (DeltaCall(256, half), (*scans, "delta_gradients")),
         (DeltaCall(256, half, "channels"), ("delta_system", *scans)),
         (DeltaCall(64, "fp32"), ("delta_system", *scans, "delta_gradients")),
-        (DeltaCall(128, half, **long), segments),
+        (DeltaCall(128, half, **long), segments),  # pyright: ignore[reportArgumentType]
     ]
 
 

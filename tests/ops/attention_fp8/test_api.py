@@ -111,7 +111,7 @@ def test_opcheck(unchecked_shapes: None) -> None:
     fp8 = Fp8Options(None, None, None, "block", True, True, torch.bfloat16)
     mask = masks.key_lengths(torch.tensor([150, 20]))
     found = prepare(
-        *rows, None, None, None, None, fp8=fp8, mask=mask, score=None, scale=None,
+        *rows, None, None, None, None, fp8=fp8, mask=mask, score=None, scale=None,  # pyright: ignore[reportCallIssue]
         sinks=torch.zeros(2), return_lse=True, config=None,
     )  # fmt: skip
     checked = CheckedCall(found.variant, None, "cpu", quantisation=found.quantisation)

@@ -347,9 +347,9 @@ def _attend(
         with without_autocast(inputs.query.device):
             results = Results(*reference.attention(inputs, checked.variant))
             if not checked.variant.max_logit:
-                return results
+                return results  # pyright: ignore[reportReturnType]
             largest = reference.max_logit(inputs, checked.variant, results.lse)
-            return results._replace(max_logit=largest)
+            return results._replace(max_logit=largest)  # pyright: ignore[reportReturnType]
     return ATTENTION(inputs, checked, deterministic, alone=alone)
 
 
@@ -509,7 +509,7 @@ ATTENTION = Operation(
     num_results=4,
     variant_of=variant_of,
     flatten=flatten,
-    prepare=_prepare,
+    prepare=_prepare,  # pyright: ignore[reportArgumentType]
     run=_run,
     empty=_empty,
     gradient=Gradient(

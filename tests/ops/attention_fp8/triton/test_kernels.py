@@ -66,7 +66,7 @@ def quantised(packed: bool, mode: str) -> tuple[Any, Any]:
         ends = tuple(torch.tensor(e, dtype=torch.int32) for e in ([0, 10, 35], [0, 130, 135]))
     fp8 = Fp8Options(None, None, None, mode, True, True, None)
     found = prepare(
-        *[each.half() for each in rows], *ends, None, None, fp8=fp8, mask=None, score=None,
+        *[each.half() for each in rows], *ends, None, None, fp8=fp8, mask=None, score=None,  # pyright: ignore[reportCallIssue]
         scale=None, sinks=None, return_lse=True, config=None,
     )  # fmt: skip
     call = host.Fp8Call(found.inputs, found.variant, SMALL, found.quantisation)
@@ -148,4 +148,4 @@ def test_configs() -> None:
             assert max(found.query_tile, found.kv_tile) <= 128 and found.kv_tile >= 32
     for name, tile in (("query_tile", 256), ("kv_tile", 16)):
         with pytest.raises(ValueError, match=f"{name}: got {tile}, takes a power of two"):
-            configs.choose("sm_90", 128, KernelConfig(**{name: tile}))
+            configs.choose("sm_90", 128, KernelConfig(**{name: tile}))  # pyright: ignore[reportArgumentType]

@@ -141,6 +141,6 @@ def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if (wide or architecture == "sm_75") and head_dim > COLUMNS[0]:
         return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
-    if kernel == "delta_gradients" and architecture != "sm_90" and head_dim > COLUMNS[0]:
+    if kernel == "delta_gradients" and architecture != "sm_90":
         return "all pairs of a chunk are left operands, in registers; waits for a GPU"
     return ""

@@ -116,7 +116,7 @@ def recorded_gradients(
     query, tensors = inputs.query, (*inputs, *given)
     key = (*layouts_of(tensors), query.device, *like, precision(query.dtype))
     done = remembered(memory, key, lambda: RecordedPass(query))
-    return LinearGradients(*done(there_are(tensors), lambda: run()[:3]), None, None, None)
+    return LinearGradients(*done(there_are(tensors), lambda: run()[:3]), None, None, None)  # pyright: ignore[reportCallIssue]
 
 
 def gradients_by(
