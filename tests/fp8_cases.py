@@ -53,7 +53,7 @@ def make_case(
         (batch, heads[1], lengths[1], dims[0]),
         (batch, heads[1], lengths[1], dims[1]),
     ]
-    rows = tuple(torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
+    query, key, value = (torch.randn(shape, generator=generator).to(E4M3) for shape in shapes)
     scales = {}
     for name, shape in zip(("query", "key", "value"), shapes, strict=True):
         sizes = {
@@ -61,7 +61,7 @@ def make_case(
         }  # fmt: skip
         if form != "none":
             scales[f"{name}_scale"] = torch.rand(sizes[form], generator=generator) + 0.5
-    return Case(rows, scales, options)  # pyright: ignore[reportArgumentType]
+    return Case((query, key, value), scales, options)
 
 
 def expected(case: Case, kv_tile: int = 128) -> tuple[Tensor, Tensor]:

@@ -138,9 +138,13 @@ def run_all(chapters: list[Path], out: Path, quick: bool) -> list[str]:
         import matplotlib
 
         matplotlib.use("Agg")
+        import torch.distributed
         from matplotlib import pyplot as pyplot
 
         import saccade as saccade
+
+        if torch.distributed.is_available():  # torch.testing.assert_close imports this
+            import torch.distributed.tensor
     out.mkdir(parents=True, exist_ok=True)
     failed = []
     for chapter in chapters:

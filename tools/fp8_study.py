@@ -203,10 +203,10 @@ def _needle_line(name: str, rows: list[Tensor], places: Tensor) -> str:
     found = [told(saccade.attention(*batched)[0, 0])]
     inputs = Fp8Inputs(*batched)
     made = quantised(inputs, Quantisation("tensor", True, True, torch.bfloat16)).inputs
-    numbers = [each[0, 0] for each in (made.query, made.key, made.value)]
+    query, key, value = (each[0, 0] for each in (made.query, made.key, made.value))
     factor = scale * float(made.query_scale) * float(made.key_scale)  # type: ignore[arg-type]
     for sums in SUMS.values():
-        output, _ = attention(*numbers, factor, sums)  # pyright: ignore[reportCallIssue]
+        output, _ = attention(query, key, value, factor, sums)
         found.append(told(output * float(made.value_scale)))  # type: ignore[arg-type]
     return f"  {name:32s}" + "".join(f"{text:>20s}" for text in found)
 

@@ -91,16 +91,15 @@ def told_apart(started: Started, tensors: list[Tensor], *passes: list[Tensor]) -
         that one had memory of its own.
     """
     found: list[Any] = []
+    names: dict[int, Any] = {}
     results = iter(passes)
     for one in (BETWEEN_PASSES, *started):
         if one == BETWEEN_PASSES:
             tensors = [*tensors, *next(results)]
-            names: dict[int, Any] = {
-                tensor.data_ptr(): number for number, tensor in enumerate(tensors)
-            }
+            names = {tensor.data_ptr(): number for number, tensor in enumerate(tensors)}
         found.append(
             tuple(
-                names.setdefault(value[1], f"own {len(names)}") if type(value) is tuple else value  # pyright: ignore[reportPossiblyUnboundVariable]
+                names.setdefault(value[1], f"own {len(names)}") if type(value) is tuple else value
                 for value in one
             )
         )

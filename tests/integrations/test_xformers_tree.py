@@ -27,7 +27,9 @@ def test_a_tree_sees_its_context_and_itself(heads: tuple[int, ...], drafted: int
     tree = TreeAttnMetadata.from_tree_choices(CHOICES, dtype=torch.float64)
     bias = tree.attention_bias[-drafted:]
     prefix = attn_bias.BlockDiagonalPaddedKeysMask.from_seqlens([drafted] * 2, longest, lengths)
-    found = tree_attention.tree_attention(q, *drafts, *context, bias, prefix)  # pyright: ignore[reportCallIssue]
+    found = tree_attention.tree_attention(
+        q, drafts[0], drafts[1], context[0], context[1], bias, prefix
+    )
 
     keys, values = (torch.cat(parts, 1) for parts in zip(context, drafts, strict=True))
     scores = torch.einsum("bi...d,bj...d->b...ij", q, keys) / 4
@@ -48,12 +50,9 @@ def test_a_tree_sees_its_context_and_itself(heads: tuple[int, ...], drafted: int
     rows = context.detach().unflatten(2, (2, 4)).flatten(1, 2)[:, pages.flatten().argsort()]
     with torch.no_grad():
         over_pages = tree_attention.tree_attention(
-            q,
-            *drafts,
-            *rows.flatten(1, 2)[:, None],
-            bias,  # pyright: ignore[reportCallIssue]
-            paged,  # pyright: ignore[reportCallIssue]
-        )
+            q, drafts[0], drafts[1], rows[0].flatten(0, 1)[None], rows[1].flatten(0, 1)[None], bias,
+            paged,
+        )  # fmt: skip
     torch.testing.assert_close(over_pages, found, **CLOSE)
 
 

@@ -9,6 +9,7 @@ import torch
 from interpreted import mask_of_kernel
 
 from saccade import masks
+from saccade.gpu.kernel_args import captured_data
 from saccade.modifiers import triton_source
 from saccade.modifiers.expression import parse, slots
 
@@ -54,3 +55,10 @@ def test_what_is_compared_too_keeps_its_width() -> None:
 def test_neighbours_that_lie_side_by_side_are_read_as_they_are() -> None:
     table = torch.zeros(11, 14, dtype=torch.bool)
     assert "gather" not in text_of(masks.as_mask(lambda b, h, q, k: table[q, k]))
+
+
+def test_a_table_that_32_bits_do_not_number_is_refused() -> None:
+    mask = masks.as_mask(lambda b, h, q, k: TABLE[0, q * 14 + k])
+    long = torch.zeros(1, dtype=torch.bool).expand(1, 2**31)
+    with pytest.raises(ValueError, match=r"captured tensor of \[1, 2147483648\], takes at most"):
+        captured_data(mask.key, mask.captured._replace(tensors=(long,)))

@@ -40,7 +40,7 @@ def test_a_rank_alone(monkeypatch: pytest.MonkeyPatch, capsys: Any, tmp_path: Pa
 
 
 def test_work_is_that_of_visible_pairs() -> None:
-    options = parallel_times.parsed(SIZES.split())  # pyright: ignore[reportArgumentType]
+    options = parallel_times.parsed([str(word) for word in SIZES.split()])
     assert parallel_times.offsets_of(options).tolist() == [0, 20, 40, 48]
     assert parallel_times.flops("causal", options, "forward") == 4 * 48 * 49 / 2 * 4 * 8
     pairs = 210 + 210 + 36

@@ -119,6 +119,9 @@ def number_strides(tensor: Any, packed: bool) -> tuple[int, int, int]:
     return (fixed(0), strides[0], strides[1]) if packed else strides[:3]
 
 
+MOST_ENTRIES = 2**31 - 1  # of a captured tensor along a dimension: indices may have 32 bits
+
+
 def captured_data(key: str, captured: Captured) -> tuple[Any, ...]:
     """What an expression captured, slot by slot; a tensor as (address, sizes, strides), a number
     that divides as a `Divisor`. Kernels are not compiled for what a number is a multiple of, but
@@ -128,6 +131,11 @@ def captured_data(key: str, captured: Captured) -> tuple[Any, ...]:
     for slot in slots(key):
         value = captured.value(slot)
         if isinstance(value, Tensor):
+            if max(value.shape, default=0) > MOST_ENTRIES:
+                raise ValueError(
+                    f"mask, score: got a captured tensor of {list(value.shape)}, takes at most "
+                    f"{MOST_ENTRIES} entries along a dimension on a GPU, where indices have 32 bits"
+                )
             if value.numel() == 0:  # nothing meets, but programs without rows still look
                 value = value.new_zeros((1,) * value.dim())
             steps = tuple([Stride(step, FIXED) for step in value.stride()])

@@ -234,7 +234,7 @@ def find_side_by_side(
         return
     architecture = architecture_of(device)
     with ThreadPoolExecutor(len(new)) as threads:
-        found = threads.map(lambda one: find(*one, architecture), new.values())  # pyright: ignore[reportCallIssue]
+        found = threads.map(lambda one: find(one[0], one[1], one[2], architecture), new.values())
         _ahead.update(zip(new, found, strict=True))
 
 

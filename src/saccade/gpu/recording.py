@@ -56,7 +56,8 @@ class RecordedPass:
 
     def __init__(self, query: Tensor) -> None:
         """query: a tensor on the GPU of such calls."""
-        self.device, self.index = query.device, launcher.current_device(query)
+        self.device = query.device
+        self.index = launcher.current_device(query)  # None for Triton's interpreter
         self.again: Callable[[Sequence[Tensor]], Results | None] = _not_recorded
         self.calls_left = STEP_BY_STEP
 
@@ -68,13 +69,13 @@ class RecordedPass:
         results = self.again(tensors)
         if results is not None:
             return results
-        if self.calls_left or not _may_be_recorded(self.index):
+        if self.calls_left or self.index is None or not _may_be_recorded(self.index):
             self.calls_left -= self.calls_left > 0
             return run()
         self.calls_left = -1  # it is tried once
         recorder = Recorder(tensors, self.device)
         results = recorder.watch(run)
-        self.again = recorder.recording(results, self.index) or _not_recorded  # pyright: ignore[reportArgumentType]
+        self.again = recorder.recording(results, self.index) or _not_recorded
         return results
 
 
@@ -83,10 +84,9 @@ def _not_recorded(tensors: Sequence[Tensor]) -> None:
     return None
 
 
-def _may_be_recorded(index: int | None) -> bool:
+def _may_be_recorded(index: int) -> bool:
     return (
         RECORDS
-        and index is not None  # of Triton's interpreter
         and torch._C._cuda_getDevice() == index
         and not torch._C._cuda_isCurrentStreamCapturing()  # whose counters differ from call to call
     )

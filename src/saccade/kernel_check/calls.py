@@ -643,16 +643,20 @@ class Fp8KernelCall(NamedTuple):
     def _mask(self) -> Mask | None:
         return masks.causal() if self.mask == "causal" else None
 
-    def _rows(self, device: torch.device) -> list[Tensor]:
+    def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
         shape = self.batch, self.heads, self.length, self.head_dim
         if self.packed:
             shape = self.batch * self.length, self.heads, self.head_dim
-        return [_untouched(shape, PAGE_DTYPES[self.dtype], device) for _ in range(3)]
+        query, key, value = (_untouched(shape, PAGE_DTYPES[self.dtype], device) for _ in range(3))
+        return query, key, value
 
-    def _scales(self, device: torch.device) -> list[Tensor | None]:
+    def _scales(
+        self, device: torch.device
+    ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
         if self.dtype != "fp8":
-            return [None] * 3
-        return [torch.ones(self.batch, self.heads, device=device) for _ in range(3)]
+            return None, None, None
+        query, key, value = (torch.ones(self.batch, self.heads, device=device) for _ in range(3))
+        return query, key, value
 
     def prepared(self, device: torch.device) -> StartPass:
         """Make the tensors; start passes with these."""
@@ -662,9 +666,9 @@ class Fp8KernelCall(NamedTuple):
         if self.packed:
             tokens = self.batch * self.length
             ends = torch.arange(0, tokens + 1, self.length, dtype=torch.int32, device=device)
-        fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)  # pyright: ignore[reportCallIssue]
+        fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)
         found = prepare_fp8(
-            *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,  # pyright: ignore[reportCallIssue]
+            *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,
             scale=None, sinks=None, return_lse=False, config=None,
         )  # fmt: skip
 

@@ -245,7 +245,6 @@ def delta_entries(half: str) -> list[Entry]:
     what multiplies by it."""
     scans = ("delta_forward_scan", "delta_reverse_scan")
     segments, safe = ("delta_segments", "delta_join_segments"), "delta_forward_scan, NaN-safe"
-    long = {"length": 65536, "batch": 1, "heads": 8, "key_heads": 2}
     whole = tuple(kernel for kernel in (*DELTA, "delta_step") if kernel not in (*segments, safe))
     return [
         (DeltaCall(64, half), (*scans, "delta_gradients")),
@@ -255,7 +254,7 @@ def delta_entries(half: str) -> list[Entry]:
         (DeltaCall(256, half), (*scans, "delta_gradients")),
         (DeltaCall(256, half, "channels"), ("delta_system", *scans)),
         (DeltaCall(64, "fp32"), ("delta_system", *scans, "delta_gradients")),
-        (DeltaCall(128, half, **long), segments),  # pyright: ignore[reportArgumentType]
+        (DeltaCall(128, half, length=65536, batch=1, heads=8, key_heads=2), segments),
     ]
 
 

@@ -122,8 +122,8 @@ class _PairWriter:
         if op == "&" and (ends := window_of(self.expression, *step.operands)):
             return f"within(kv_row, {self.names[ends[0]]}, {self.names[ends[1]]})"
         if op in ("<", "<=") and (ends := self._distance(*step.operands)):
-            number = self.names[step.operands[1]]  # pyright: ignore[reportAssignmentType]
-            return f"near({', '.join(ends)}, {number}{' - 1' if op == '<' else ''})"
+            bound = self.names[step.operands[1]]
+            return f"near({', '.join(ends)}, {bound}{' - 1' if op == '<' else ''})"
         kind = step.kind
         if op in COMPARISONS:
             kind = REAL if REAL in kinds else TRUTH if set(kinds) == {TRUTH} else WHOLE

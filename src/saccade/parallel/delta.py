@@ -13,21 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.delta_rule.api import (
-    DeltaOptions,
-)
-from saccade.ops.delta_rule.api import (
-    gated_delta_rule as one_rule,
-)
-from saccade.ops.delta_rule.api import (
-    gated_delta_rule_varlen as one_varlen,
-)
+from saccade.ops.delta_rule import api
 from saccade.parallel.planner import Plan
 from saccade.parallel.recurrence import (
     Piece,
     Route,
     Rows,
     agreed,
+    check_initial,
     check_rows,
     check_tensors,
     offsets_of,
@@ -40,7 +33,7 @@ from saccade.parallel.recurrence import (
 )
 from saccade.runtime.arguments import check_flag
 
-TAKEN = {*DeltaOptions.__annotations__, "return_state", "reduce_gradients"}
+TAKEN = {*api.DeltaOptions.__annotations__, "return_state", "reduce_gradients"}
 
 
 def gated_delta_rule(
@@ -149,17 +142,11 @@ class _Transitions(NamedTuple):
 def _called(
     name: str, tensors: tuple[Tensor, ...], plan: Plan, rows: Rows, options: dict[str, Any]
 ) -> Any:
-    unknown = set(options) - TAKEN
-    if unknown:
-        raise TypeError(f"{name}: got the unknown arguments {sorted(unknown)}")
-    given = dict(options)
-    return_state = given.pop("return_state", False)
-
-    def prepare() -> tuple[_Call, dict[str, str]]:
-        check_flag("return_state", return_state)
-        return _prepared(tensors, plan, rows, given, return_state)
-
-    call: _Call = agreed(name, plan, tensors[0], prepare)
+    call: _Call
+    call, return_state = agreed(
+        name, plan, tensors[0], options, TAKEN,
+        lambda given, return_state: _prepared(tensors, plan, rows, given, return_state),
+    )  # fmt: skip
     route = route_of(plan, every=return_state)
     arrived = spread(plan, call.transitions.flat(), route.counts)
     transitions = call.transitions.unflat(arrived)
@@ -210,24 +197,11 @@ def _prepared(
     initial = whole["initial_state"]
     route = route_of(plan, every=return_state)
     if initial is not None:
-        _check_initial(tensors, decay, initial, plan, rows, options)
+        call: Any = api.gated_delta_rule_varlen if rows.packed else api.gated_delta_rule
+        check_initial(call, tensors, decay, initial, plan, rows, options)
     found = _transitions(tensors, decay, route, rows, options)
     found = found._replace(added=tied(found.added, *named.values(), initial))  # see `tied`
     return _Call(tensors, decay, initial, options, found), facts
-
-
-def _check_initial(
-    tensors: tuple[Tensor, ...], decay: Tensor | None, initial: Tensor, plan: Plan, rows: Rows,
-    options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Refuse a state that does not fit, by a call of no rows."""
-    nothing = [each.narrow(rows.dim, 0, 0) for each in tensors]
-    offsets = []
-    if plan.cu_seqlens is not None:
-        offsets = [torch.zeros_like(plan.cu_seqlens, device=nothing[0].device)]
-    none = None if decay is None else decay.narrow(rows.dim, 0, 0)
-    call: Any = one_varlen if rows.packed else one_rule
-    call(*nothing, *offsets, decay=none, initial_state=initial, **options)
 
 
 def _transitions(
@@ -238,8 +212,8 @@ def _transitions(
     sent = [route.own[number] for number in route.sent]
     added, matrices = [], []
     for pieces in [sent] if rows.packed else [[piece] for piece in sent] or [[]]:
-        query, key, value, beta = (_rows_of(each, pieces, rows) for each in tensors)
-        here = None if decay is None else _rows_of(decay, pieces, rows)
+        query, key, value, beta = (rows.of_pieces(each, pieces) for each in tensors)
+        here = None if decay is None else rows.of_pieces(decay, pieces)
         state = _one_call((query, key, value, beta), here, pieces, rows, None, options)[1]
         size = key.shape[-1]
         unit = torch.eye(size, dtype=state.dtype, device=state.device)
@@ -255,11 +229,6 @@ def _transitions(
     return _Transitions(*found)
 
 
-def _rows_of(tensor: Tensor, pieces: list[Piece], rows: Rows) -> Tensor:
-    """The rows of some pieces; none of no pieces."""
-    return rows.of_pieces(tensor, pieces) if pieces else tensor.narrow(rows.dim, 0, 0)
-
-
 def _one_call(
     tensors: tuple[Tensor, ...], decay: Tensor | None, pieces: list[Piece], rows: Rows,
     initial: Tensor | None, options: dict[str, Any],
@@ -270,11 +239,9 @@ def _one_call(
     }  # fmt: skip
     query, key, value, beta = tensors
     if not rows.packed:
-        return one_rule(query, key, value, beta, **common)
+        return api.gated_delta_rule(query, key, value, beta, **common)
     offsets = offsets_of(pieces, query.device)
-    if not pieces:  # one sequence of no rows
-        offsets = torch.zeros(2, dtype=torch.int32, device=query.device)
-    return one_varlen(query, key, value, beta, offsets, **common)
+    return api.gated_delta_rule_varlen(query, key, value, beta, offsets, **common)
 
 
 def _after(arrived: _Transitions, places: list[int], initial: Tensor | None) -> Tensor | None:

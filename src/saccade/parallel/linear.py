@@ -11,21 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.linear_attention.api import (
-    LinearOptions,
-)
-from saccade.ops.linear_attention.api import (
-    linear_attention as one_attention,
-)
-from saccade.ops.linear_attention.api import (
-    linear_attention_varlen as one_varlen,
-)
+from saccade.ops.linear_attention import api
 from saccade.parallel.planner import Plan
 from saccade.parallel.recurrence import (
     Piece,
     Route,
     Rows,
     agreed,
+    check_initial,
     check_rows,
     check_tensors,
     offsets_of,
@@ -39,7 +32,7 @@ from saccade.parallel.recurrence import (
 from saccade.runtime.arguments import check_flag
 from saccade.runtime.spec import LinearState
 
-TAKEN = {*LinearOptions.__annotations__, "return_state", "reduce_gradients"}
+TAKEN = {*api.LinearOptions.__annotations__, "return_state", "reduce_gradients"}
 
 
 def linear_attention(
@@ -160,17 +153,11 @@ def _called(
     name: str, tensors: tuple[Tensor, Tensor, Tensor], plan: Plan, rows: Rows,
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
-    unknown = set(options) - TAKEN
-    if unknown:
-        raise TypeError(f"{name}: got the unknown arguments {sorted(unknown)}")
-    given = dict(options)
-    return_state = given.pop("return_state", False)
-
-    def prepare() -> tuple[_Call, dict[str, str]]:
-        check_flag("return_state", return_state)
-        return _prepared(tensors, plan, rows, given, return_state)
-
-    call: _Call = agreed(name, plan, tensors[0], prepare)
+    call: _Call
+    call, return_state = agreed(
+        name, plan, tensors[0], options, TAKEN,
+        lambda given, return_state: _prepared(tensors, plan, rows, given, return_state),
+    )  # fmt: skip
     route = _route(plan, call.causal, return_state)
     own = call.transitions
     arrived = spread(plan, own.flat(), route.counts)
@@ -228,7 +215,8 @@ def _prepared(
         initial = initial._replace(kv=kv, key_sum=key_sum)
     route = _route(plan, causal, return_state)
     if initial is not None:
-        _check_initial(tensors, decay, initial, plan, rows, options)
+        call: Any = api.linear_attention_varlen if rows.packed else api.linear_attention
+        check_initial(call, tensors, decay, initial, plan, rows, options)
     found = _transitions(tensors, decay, route, rows, options)
     if initial is not None and initial.log_scale is None and found.log_scale is not None:
         initial = initial._replace(log_scale=found.log_scale.new_zeros(initial.kv.shape[:2]))
@@ -265,11 +253,9 @@ def _transitions(
     groups = [sent] if rows.packed else [[piece] for piece in sent] or [[]]
     for pieces in groups:
         there = [rows.of_pieces(each, pieces) for each in tensors]
-        if not pieces:
-            there = [each.narrow(rows.dim, 0, 0) for each in tensors]
         here = decay
         if decay is not None and decay.dim() > 1:
-            here = rows.of_pieces(decay, pieces) if pieces else decay.narrow(rows.dim, 0, 0)
+            here = rows.of_pieces(decay, pieces)
         nothing = there[0].narrow(rows.dim, 0, 0)
         _, state = _one_call(nothing, there[1], there[2], pieces, rows, here, None, options)
         states.append(state)
@@ -279,21 +265,6 @@ def _transitions(
     )
     assert kv is not None and key_sum is not None
     return _Transitions(kv, key_sum, log_scale, _faded(decay, sent, rows, key_sum))
-
-
-def _check_initial(
-    tensors: tuple[Tensor, Tensor, Tensor], decay: Tensor | None, initial: LinearState, plan: Plan,
-    rows: Rows, options: dict[str, Any],
-) -> None:  # fmt: skip
-    """Refuse a state that does not fit, by a call of no rows."""
-    nothing = [each.narrow(rows.dim, 0, 0) for each in tensors]
-    if decay is not None and decay.dim() > 1:
-        decay = decay.narrow(rows.dim, 0, 0)
-    offsets = []
-    if plan.cu_seqlens is not None:
-        offsets = [torch.zeros_like(plan.cu_seqlens, device=nothing[0].device)]
-    call: Any = one_varlen if rows.packed else one_attention
-    call(*nothing, *offsets, decay=decay, initial_state=initial, **options)
 
 
 def _of_pieces(parts: Sequence[Tensor], rows: Rows, pieces: int) -> Tensor:
@@ -312,11 +283,9 @@ def _one_call(
         **options, "decay": decay, "initial_state": initial, "return_state": True,
     }  # fmt: skip
     if not rows.packed:
-        return one_attention(query, key, value, **common)
+        return api.linear_attention(query, key, value, **common)
     offsets = [offsets_of(pieces, query.device) * bool(each.shape[0]) for each in (query, key)]
-    if not pieces:  # one sequence of no rows
-        offsets = [torch.zeros(2, dtype=torch.int32, device=query.device)] * 2
-    call: Any = one_varlen
+    call: Any = api.linear_attention_varlen
     return call(query, key, value, *offsets, **common)
 
 

@@ -12,7 +12,7 @@ gradients of what every rank has are summed.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +23,7 @@ from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, 
 from saccade.parallel.exchange import Counts, Message
 from saccade.parallel.planner import Plan
 from saccade.runtime import shards
+from saccade.runtime.arguments import check_flag
 from saccade.runtime.spec import accumulate_dtype
 
 # ---- pieces --------------------------------------------------------------------------------------
@@ -230,8 +231,8 @@ class Rows(NamedTuple):
 
 
 def offsets_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
-    """The offsets of pieces laid end to end."""
-    sizes = torch.tensor([0, *(piece.size for piece in pieces)])
+    """The offsets of pieces laid end to end; of one sequence without rows where there are none."""
+    sizes = torch.tensor([0, *([piece.size for piece in pieces] or [0])])
     return sizes.cumsum(0).to(device, torch.int32)
 
 
@@ -267,16 +268,24 @@ def check_rows(plan: Plan, tensors: Mapping[str, Tensor | None], rows: Rows) -> 
 
 
 def agreed(
-    name: str, plan: Plan, first: Any, prepare: Callable[[], tuple[Any, dict[str, str]]]
-) -> Any:
-    """What `prepare` gives, once all ranks have found that their calls fit together.
+    name: str, plan: Plan, first: Any, options: Mapping[str, Any], taken: Set[str],
+    prepare: Callable[[dict[str, Any], bool], tuple[Any, dict[str, str]]],
+) -> tuple[Any, bool]:  # fmt: skip
+    """What `prepare` gives, once all ranks have found that their calls fit together; and whether
+    the last state is asked for.
 
     first: the call's first tensor, whose device says where ranks compare.
+    options: of the call, whose names must be among those taken.
+    prepare: called with the other options and `return_state`; gives facts that are to be equal.
     """
     checked_plan(plan)
-    fault, found, facts = None, None, {}
+    fault, found, facts, given = None, None, {}, dict(options)
+    return_state = given.pop("return_state", False)
     try:
-        found, facts = prepare()
+        if unknown := sorted(set(options) - taken):
+            raise TypeError(f"{name}: got the unknown arguments {unknown}")
+        check_flag("return_state", return_state)
+        found, facts = prepare(given, return_state)
     except (TypeError, ValueError, NotImplementedError) as error:
         fault = error  # others learn of it before they wait for this rank
     if plan.ranks > 1:
@@ -285,7 +294,20 @@ def agreed(
         agree(plan, {"call": name, **dealt_facts(plan), **facts}, fault, where)
     if fault is not None:
         raise fault
-    return found
+    return found, return_state
+
+
+def check_initial(
+    call: Callable[..., Any], tensors: Sequence[Tensor], decay: Tensor | None, initial: Any,
+    plan: Plan, rows: Rows, options: Mapping[str, Any],
+) -> None:  # fmt: skip
+    """Refuse a state that does not fit, by a call of no rows."""
+    nothing = [each.narrow(rows.dim, 0, 0) for each in tensors]
+    if decay is not None and decay.dim() > 1:  # one for each row
+        decay = decay.narrow(rows.dim, 0, 0)
+    if plan.cu_seqlens is not None:
+        nothing.append(torch.zeros_like(plan.cu_seqlens, device=nothing[0].device))
+    call(*nothing, decay=decay, initial_state=initial, **options)
 
 
 def wanted_gradients(tensors: Mapping[str, Tensor | None]) -> str:

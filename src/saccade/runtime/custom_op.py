@@ -98,7 +98,7 @@ class Operation:
         *,
         variant_of: Callable[[Sequence[Any], Sequence[Any]], Any],
         flatten: Callable[[CheckedCall, bool], tuple[Any, ...]],
-        prepare: Callable[[Any, CheckedCall], Callable[[Any, Any], tuple[Tensor, ...]]],
+        prepare: Callable[[Any, CheckedCall], Callable[[Any, Any], tuple[Any, ...]]],
         run: Callable[[Arguments], tuple[Tensor, ...]],
         empty: Callable[[Arguments], tuple[Tensor, ...]],
         gradient: Gradient | None = None,

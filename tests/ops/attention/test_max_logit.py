@@ -15,6 +15,7 @@ import saccade
 from saccade.runtime.max_logit import of_heads
 
 attention: Any = saccade.attention
+attention_varlen: Any = saccade.attention_varlen
 
 
 def rows(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
@@ -33,7 +34,7 @@ def test_only_flags_are_taken():
     with pytest.raises(TypeError, match="return_max_logit: got 1, takes True or False"):
         attention(*rows(), return_max_logit=1)
     with pytest.raises(TypeError, match="return_max_logit: got None"):
-        saccade.attention_varlen(  # pyright: ignore[reportCallIssue]
+        attention_varlen(
             *(each[0].transpose(0, 1) for each in rows()), torch.tensor([0, 9], dtype=torch.int32),
             return_max_logit=None,
         )  # fmt: skip

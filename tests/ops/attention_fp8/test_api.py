@@ -107,11 +107,13 @@ def unchecked_shapes() -> Iterator[None]:
 
 
 def test_opcheck(unchecked_shapes: None) -> None:
-    rows = [rows.half().transpose(1, 2).contiguous().transpose(1, 2) for rows in make_case().rows]
+    query, key, value = (
+        rows.half().transpose(1, 2).contiguous().transpose(1, 2) for rows in make_case().rows
+    )
     fp8 = Fp8Options(None, None, None, "block", True, True, torch.bfloat16)
     mask = masks.key_lengths(torch.tensor([150, 20]))
     found = prepare(
-        *rows, None, None, None, None, fp8=fp8, mask=mask, score=None, scale=None,  # pyright: ignore[reportCallIssue]
+        query, key, value, None, None, None, None, fp8=fp8, mask=mask, score=None, scale=None,
         sinks=torch.zeros(2), return_lse=True, config=None,
     )  # fmt: skip
     checked = CheckedCall(found.variant, None, "cpu", quantisation=found.quantisation)

@@ -21,10 +21,13 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def prepared(*rows: Tensor, scales: Any = (None, None, None), **options: Any) -> Any:
+def prepared(
+    query: Tensor, key: Tensor, value: Tensor, scales: Any = (None, None, None), **options: Any
+) -> Any:
     """A checked call."""
-    fp8 = Fp8Options(*scales, "block", True, True, None)  # pyright: ignore[reportCallIssue]
-    return prepare(*rows, None, None, None, None, fp8=fp8, **{**OPTIONS, **options})  # pyright: ignore[reportCallIssue]
+    of_query, of_key, of_value = scales
+    fp8 = Fp8Options(of_query, of_key, of_value, "block", True, True, None)
+    return prepare(query, key, value, None, None, None, None, fp8=fp8, **{**OPTIONS, **options})
 
 
 @pytest.mark.parametrize("form", ["none", "number", "heads", "blocks"])
@@ -69,9 +72,10 @@ def test_quantised_rows_are_within_half_a_unit(mode: str, packed: bool) -> None:
         for wanted, got in zip(exact, map(cut, rows), strict=True):
             unit = torch.maximum(wanted.abs() * 2.0**-4, wanted.abs().amax() / 448 * 2.0**-10)
             assert bool(((got - wanted).abs() <= unit * 1.001).all())
-        shift = found.shift[:, part] if packed else found.shift  # pyright: ignore[reportOptionalSubscript]
+        assert found.shift is not None
+        shift = found.shift[:, part] if packed else found.shift
         wanted = (cut(query).double() * mean).sum(-1)
-        torch.testing.assert_close(shift.double(), wanted, atol=1e-5, rtol=1e-5)  # pyright: ignore[reportOptionalMemberAccess]
+        torch.testing.assert_close(shift.double(), wanted, atol=1e-5, rtol=1e-5)
     counts = {"block": 4 if packed else 2, "head": 1, "tensor": 1}
     scale = found.inputs.key_scale
     assert scale is not None and (scale.shape[-1] if scale.dim() == 3 else 1) == counts[mode]

@@ -341,15 +341,15 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
 
 def _attend(
     inputs: Inputs, checked: CheckedCall, deterministic: bool, *, alone: bool = False
-) -> tuple[Tensor, ...]:
+) -> tuple[Any, ...]:
     """`Results` of a validated call; the reference is plain PyTorch with its gradients."""
     if checked.forward_by == "reference":
         with without_autocast(inputs.query.device):
             results = Results(*reference.attention(inputs, checked.variant))
             if not checked.variant.max_logit:
-                return results  # pyright: ignore[reportReturnType]
+                return results
             largest = reference.max_logit(inputs, checked.variant, results.lse)
-            return results._replace(max_logit=largest)  # pyright: ignore[reportReturnType]
+            return results._replace(max_logit=largest)
     return ATTENTION(inputs, checked, deterministic, alone=alone)
 
 
@@ -509,7 +509,7 @@ ATTENTION = Operation(
     num_results=4,
     variant_of=variant_of,
     flatten=flatten,
-    prepare=_prepare,  # pyright: ignore[reportArgumentType]
+    prepare=_prepare,
     run=_run,
     empty=_empty,
     gradient=Gradient(

@@ -82,7 +82,7 @@ def attention_fp8(  # breaks function-length: most of it is the docstring
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
     **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention whose products are of fp8 numbers (e4m3); faster, less exact, and forward only.
+    """Attention whose products are of fp8 numbers (e4m3): less exact, and forward only.
 
     Rows of 16 bits are quantised here; e4m3 rows come with the scales that they are to be
     multiplied by. Weights are rounded to e4m3 as well, and sums are float32.

@@ -65,8 +65,9 @@ def quantised(packed: bool, mode: str) -> tuple[Any, Any]:
         rows = [each[0].transpose(0, 1).contiguous() for each in rows]
         ends = tuple(torch.tensor(e, dtype=torch.int32) for e in ([0, 10, 35], [0, 130, 135]))
     fp8 = Fp8Options(None, None, None, mode, True, True, None)
+    query, key, value = (each.half() for each in rows)
     found = prepare(
-        *[each.half() for each in rows], *ends, None, None, fp8=fp8, mask=None, score=None,  # pyright: ignore[reportCallIssue]
+        query, key, value, ends[0], ends[1], None, None, fp8=fp8, mask=None, score=None,
         scale=None, sinks=None, return_lse=True, config=None,
     )  # fmt: skip
     call = host.Fp8Call(found.inputs, found.variant, SMALL, found.quantisation)
@@ -146,6 +147,9 @@ def test_configs() -> None:
         for width in (32, 64, 128, 256):
             found = configs.choose(architecture, width, KernelConfig())
             assert max(found.query_tile, found.kv_tile) <= 128 and found.kv_tile >= 32
-    for name, tile in (("query_tile", 256), ("kv_tile", 16)):
-        with pytest.raises(ValueError, match=f"{name}: got {tile}, takes a power of two"):
-            configs.choose("sm_90", 128, KernelConfig(**{name: tile}))  # pyright: ignore[reportArgumentType]
+    for refused, what in (
+        (KernelConfig(query_tile=256), "query_tile: got 256"),
+        (KernelConfig(kv_tile=16), "kv_tile: got 16"),
+    ):
+        with pytest.raises(ValueError, match=f"{what}, takes a power of two"):
+            configs.choose("sm_90", 128, refused)

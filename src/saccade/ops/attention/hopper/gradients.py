@@ -202,15 +202,8 @@ class HopperBackwardCall(NamedTuple):
         spec = self.spec
         of_queries = spec.rows(self.memory.of_query, self.inputs)
         changes = rules(self.inputs, self.variant, plan)
-        return (
-            self._forward(spec),
-            of_queries,
-            changes,
-            None,
-            None,
-            None,
-            None,
-        )  # statistics are there
+        statistics_are_there = None, None, None, None
+        return self._forward(spec), of_queries, changes, *statistics_are_there
 
     def _nan_safe_queries_arguments(self) -> tuple[Any, ...]:
         spec = self.spec

@@ -64,7 +64,7 @@ from saccade.runtime.spec import (
     in_order_of,
 )
 
-Forward = Callable[[Inputs, Variant], tuple[Tensor, ...]]
+Forward = Callable[[Inputs, Variant], Results]
 
 
 class TritonForward:
@@ -81,7 +81,7 @@ class TritonForward:
     def of_layout(self, inputs: Inputs, variant: Variant) -> Forward:
         """The pass of calls that lie as these and capture no tensor."""
         if with_unit_channels(inputs) is not inputs:
-            return self  # pyright: ignore[reportReturnType]
+            return self
         of_lengths = self._of_lengths(inputs, variant)
         again_by, memory, brought = of_lengths.recorded, of_lengths.memory, tensors_in(inputs)
 
@@ -89,7 +89,7 @@ class TritonForward:
             written = again_by.again(brought(inputs))
             return self(inputs, variant) if written is None else memory.results(written, inputs)
 
-        return forward  # pyright: ignore[reportReturnType]
+        return forward
 
     def _of_lengths(self, inputs: Inputs, variant: Variant) -> ForwardOfLengths:
         key = self, *lengths_of(inputs)
@@ -140,10 +140,11 @@ class ForwardOfLengths:
     ) -> tuple[Any, ...]:
         spec = self.spec.sourced(sourced(self.launch.numbers), (*inputs[:3], *written))
         output, lse, residual, largest = self.memory.placed(written)
+        assert output is not None and lse is not None
         return (
             *spec.inputs(inputs),
-            spec.rows(output, inputs),  # pyright: ignore[reportArgumentType]
-            spec.numbers(lse, inputs),  # pyright: ignore[reportArgumentType]
+            spec.rows(output, inputs),
+            spec.numbers(lse, inputs),
             None if residual is None else spec.rows(residual, inputs),
             None if largest is None else spec.numbers(largest, inputs),
             rules(inputs, variant, plan.argument()),

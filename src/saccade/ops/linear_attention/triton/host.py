@@ -116,7 +116,8 @@ def recorded_gradients(
     query, tensors = inputs.query, (*inputs, *given)
     key = (*layouts_of(tensors), query.device, *like, precision(query.dtype))
     done = remembered(memory, key, lambda: RecordedPass(query))
-    return LinearGradients(*done(there_are(tensors), lambda: run()[:3]), None, None, None)  # pyright: ignore[reportCallIssue]
+    of_query, of_key, of_value = done(there_are(tensors), lambda: run()[:3])
+    return LinearGradients(of_query, of_key, of_value, None, None, None)
 
 
 def gradients_by(
