@@ -163,3 +163,13 @@ def test_configs(architecture: str) -> None:
 def test_a_chunk_that_no_kernel_has_is_refused_by_name() -> None:
     with pytest.raises(ValueError, match="kv_tile: got 128, takes 16, 32 or 64"):
         configs.choose("sm_90", 64, 64, False, False, KernelConfig(kv_tile=128))
+
+
+def test_a_scan_that_reads_outside_of_its_memory_is_refused() -> None:
+    few = KernelConfig(num_warps=4, num_stages=1)
+    with pytest.raises(ValueError, match="num_stages: got 1 with num_warps 4, takes 2 or more"):
+        configs.choose("sm_90", 128, 128, False, False, few)
+    assert configs.choose("sm_80", 128, 128, False, False, few).num_stages == 1
+    assert (
+        configs.choose("sm_90", 256, 128, False, False, KernelConfig(num_stages=1)).num_warps == 8
+    )

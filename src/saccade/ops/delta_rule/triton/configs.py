@@ -95,6 +95,11 @@ def choose(
             num_warps=requested.num_warps or config.num_warps,
             num_stages=requested.num_stages or config.num_stages,
         )
+        if architecture == "sm_90" and not wide and (config.num_warps, config.num_stages) == (4, 1):
+            raise ValueError(
+                "num_stages: got 1 with num_warps 4, takes 2 or more on sm_90, where such a "
+                "scan reads outside of its memory"
+            )
         if requested.query_tile or requested.num_warps or requested.num_stages:
             config = config._replace(back=(config.tile, config.num_warps, config.num_stages))
     back_tile, *back = config.back
