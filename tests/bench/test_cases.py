@@ -30,7 +30,8 @@ CPU = torch.device("cpu")
 def test_names_say_what_cases_are(case):
     machine, *_, dim, _ = case.name.split("-")
     assert machine in ("cpu", "gpu", "tiny")
-    assert dim == f"d{case.head_dim}"
+    values = "" if case.value_dim == case.head_dim else f"x{case.value_dim}"
+    assert dim == f"d{case.head_dim}{values}"
     assert case.query_heads % case.kv_heads == 0
     if not case.decodes:
         assert case.flops("forward+backward") == pytest.approx(3.5 * case.flops("forward"))

@@ -106,6 +106,52 @@ def _gpu_cases() -> Iterator[BenchCase]:
         yield _documents("gpu", documents, dtype, 16, 128, causal=True)
     yield _case("gpu", CAUSAL, dtype, (32, 8), (4096, 4096), 128, batch=4, label="grouped")
     yield _case("gpu", FULL, dtype, (32, 8), (1, 16384), 128, batch=16, label="decode")
+    yield from _grouped_cases(dtype)
+    yield from _short_cases(dtype)
+    # Keys wider than values, as latent attention has them, and widths between powers of two.
+    for dims in ((96, 96), (192, 128), (192, 192)):
+        yield _sized("gpu", "causal", CAUSAL, dtype, (16, 16), 4, 4096, dims)
+
+
+def _sized(
+    machine: str,
+    label: str,
+    visibility: Visibility,
+    dtype: str,
+    heads: tuple[int, int],
+    batch: int,
+    length: int,
+    dims: tuple[int, int],
+) -> BenchCase:
+    """A case whose name says its heads, where kv heads are fewer, its batch and its length."""
+    kind = label if heads[0] == heads[1] else f"{label}-h{heads[0]}x{heads[1]}"
+    dim = f"d{dims[0]}" if dims[0] == dims[1] else f"d{dims[0]}x{dims[1]}"
+    name = f"{machine}-{kind}-{SHORT_DTYPES[dtype]}-{dim}-{batch}x{short(length)}"
+    return BenchCase(name, batch, *heads, length, length, *dims, dtype, visibility)
+
+
+def _grouped_cases(dtype: str) -> Iterator[BenchCase]:
+    """Heads of models: few sequences, odd lengths, and so few kv heads that programs are few."""
+    for query_heads, kv_heads, dim, batch, length in (
+        (32, 8, 128, 4, 1024), (32, 8, 128, 1, 2048), (32, 8, 128, 2, 2048), (32, 8, 128, 1, 4096),
+        (40, 8, 128, 1, 3001), (40, 8, 128, 1, 3072), (28, 4, 128, 1, 4096),
+        (16, 8, 128, 1, 2048), (64, 8, 128, 1, 4096), (64, 8, 64, 1, 4096), (14, 2, 64, 1, 2048),
+        (8, 4, 256, 1, 4096),
+    ):  # fmt: skip
+        heads = (query_heads, kv_heads)
+        yield _sized("gpu", "grouped", CAUSAL, dtype, heads, batch, length, (dim, dim))
+
+
+def _short_cases(dtype: str) -> Iterator[BenchCase]:
+    """Many short sequences, one tile of query rows or two each: dense, and packed."""
+    for dim in (64, 128):
+        heads = 2048 // dim
+        for length in (128, 256):
+            batch = 16384 // length
+            for visibility in (FULL, CAUSAL):
+                sizes = batch, length, (dim, dim)
+                yield _sized("gpu", visibility.kind, visibility, dtype, (heads, heads), *sizes)
+            yield _documents("gpu", (length,) * batch, dtype, heads, dim, causal=True)
 
 
 def _tiny_cases() -> Iterator[BenchCase]:

@@ -25,9 +25,10 @@ LARGEST_REFERENCE_SCORES = 2**28
 
 
 def peers() -> list[Peer]:
-    """One peer for each implementation; the reference only when it is named."""
+    """One peer for each implementation, the reference only when it is named, and one more for
+    gradients that are equal bit for bit each time."""
     row = torch.zeros(1, 1, 1, 8)
-    return [
+    found = [
         Peer(
             f"saccade/{name}",
             f'saccade.attention(..., implementation="{name}")',
@@ -37,21 +38,28 @@ def peers() -> list[Peer]:
         )
         for name in saccade.explain(saccade.attention, row, row, row).reasons
     ]
+    about = "saccade.attention(..., deterministic=True)"
+    prepare = functools.partial(_prepare, None, deterministic=True)
+    return [*found, Peer("saccade/deterministic", about, prepare, by_default=False)]
 
 
-def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
-    if case.attention == "linear":
+def _prepare(
+    name: str | None, case: BenchCase, device: torch.device, deterministic: bool = False
+) -> Call | str:
+    """name: an implementation, or None for the one that is chosen."""
+    if name is not None and case.attention == "linear":
         return _linear(name, case, device)
     if isinstance(case, PagedBenchCase) and len(case.lens) > 1:
         return "this call has no pages: it takes one sequence"
     if name == "reference" and (reason := case.scores_beyond(LARGEST_REFERENCE_SCORES)):
         return reason
-    if reason := explained(case, device).reasons[name]:
+    if name is not None and (reason := explained(case, device).reasons[name]):
         return reason
     mask = mask_of(case, device)
+    options: dict[str, Any] = {"implementation": name, "deterministic": deterministic}
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = saccade.attention(query, key, value, mask=mask, implementation=name)
+        output = saccade.attention(query, key, value, mask=mask, **options)
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output
 
@@ -62,7 +70,7 @@ def _prepare(name: str, case: BenchCase, device: torch.device) -> Call | str:
     def packed(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output = saccade.attention_varlen(
             query, key, value, offsets,
-            max_seqlen_q=longest, max_seqlen_k=longest, mask=mask, implementation=name,
+            max_seqlen_q=longest, max_seqlen_k=longest, mask=mask, **options,
         )  # fmt: skip
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output
