@@ -6,7 +6,7 @@ A GPU is pretended, whose kernels note their parameters.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import host_times
@@ -18,7 +18,8 @@ import saccade
 from saccade import masks
 from saccade.gpu import driver, launcher, machine_code, recording
 from saccade.gpu.launcher import Launch
-from saccade.gpu.recording import RecordedPass
+from saccade.gpu.pass_recorder import MemoryLayout
+from saccade.gpu.recording import Lengths, PassFamily, RecordedPass
 from saccade.ops.attention.hopper import host as hopper_host
 from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.delta_rule.triton import host as delta_host
@@ -118,17 +119,17 @@ def rows(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=torch.bfloat16).requires_grad_()
 
 
-def dense(dim: int, **options: Any) -> tuple[list[Tensor], ...]:
+def dense(dim: int, length: int = 517, **options: Any) -> tuple[list[Tensor], ...]:
     """A call's tensors, its results, and gradients of these and those."""
-    given = [rows(1, heads, 517, dim) for heads in (8, 2, 2)]
+    given = [rows(1, heads, length, dim) for heads in (8, 2, 2)]
     output = saccade.attention(*given, **options)
     grad = torch.zeros_like(output)
     return given, [output], [grad, *gradients(output, given, grad)]
 
 
-def varlen() -> tuple[list[Tensor], ...]:
-    given = [rows(517, heads, 64) for heads in (4, 2, 2)]
-    offsets = torch.tensor([0, 200, 517], dtype=torch.int32)
+def varlen(tokens: int = 517) -> tuple[list[Tensor], ...]:
+    given = [rows(tokens, heads, 64) for heads in (4, 2, 2)]
+    offsets = torch.tensor([0, 200, tokens], dtype=torch.int32)
     query, key, value = given
     output = saccade.attention_varlen(query, key, value, offsets, causal=True)
     grad = torch.zeros_like(output)
@@ -190,6 +191,80 @@ def test_what_is_done_again_is_what_was_done(
     # Nothing of the second call, which is recorded, lies where something else lay before.
     assert len(found[0]) > 1 and found[2:] == found[1:2] * 2
     assert len(found[0]) == len(found[1])
+
+
+LENGTHS = (517, 523, 571, 633)
+FAMILIES: dict[str, Callable[[int], tuple[list[Tensor], ...]]] = {
+    "causal": lambda length: dense(128, length, causal=True),
+    "without a mask": lambda length: dense(64, length),
+    "two passes": lambda length: dense(256, length, causal=True, deterministic=True),
+    "equal bits": lambda length: dense(64, length, causal=True, deterministic=True),
+    "varlen": lambda length: varlen(length),
+}
+
+
+@pytest.mark.parametrize("name", list(FAMILIES))
+def test_what_was_recorded_of_a_length_serves_the_others(
+    started: Started, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    def all_lengths(lengths: Iterable[int]) -> list[Any]:
+        found = []
+        for length in lengths:
+            begin, of_call = len(started), FAMILIES[name](length)
+            found.append(told_apart(started[begin:], *of_call))
+            kept.append(of_call)
+        return found
+
+    kept: list[Any] = []
+    with monkeypatch.context() as patched:
+        patched.setattr(recording, "RECORDS", False)
+        step_by_step = all_lengths(LENGTHS)
+    for memory in ("_lengths", "_backwards"):
+        monkeypatch.setattr(hopper_host, memory, {})
+    monkeypatch.setattr(call_cache, "_layouts", {})
+    all_lengths([LENGTHS[0] + 2] * 2)  # the second one is recorded
+    monkeypatch.setattr(Launch, "__call__", None)  # who goes step by step fails
+    again = all_lengths(LENGTHS)
+    assert list(map(without_own, again)) == list(map(without_own, step_by_step))
+
+
+def without_own(started: list[Any]) -> list[Any]:
+    """What was started; of the pass's own memory no more than that it is."""
+    return [
+        tuple("own" if isinstance(value, str) and value[:3] == "own" else value for value in one)
+        for one in started
+    ]
+
+
+def test_a_length_of_another_class_goes_step_by_step_at_first(
+    started: Started, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it may be another kernel that takes multiples of 16; then it serves these as well."""
+    for _ in range(2):
+        varlen(517)
+        varlen(528)  # multiples of 16 are another class, of no recording yet
+    monkeypatch.setattr(Launch, "__call__", None)
+    for length in (528, 560, 533, 1024):
+        varlen(length)
+
+
+def test_what_differs_from_what_a_pass_says_serves_no_other_length(started: Started) -> None:
+    def run() -> tuple[Tensor, ...]:
+        result = torch.empty(32)
+        kernel([result])
+        return (result,)
+
+    kernel, layout = noted_kernel(), MemoryLayout((32,), (1,), torch.float32)
+    for lengths in (
+        Lengths((1,), (4,), [layout]),  # it starts three programs
+        Lengths((1,), (3,), [layout._replace(shape=(33,))]),
+        Lengths((1,), (3,), [layout]),  # its kernel takes no numbers
+    ):
+        family = PassFamily()
+        done = RecordedPass(torch.zeros(1), family, lengths)
+        for _ in range(3):
+            done((), run)
+        assert family.pattern is None and done.again(()) is not None
 
 
 def test_pieces_of_a_block_do_not_overlap(started: Started) -> None:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import struct
 import sys
+import threading
 from collections.abc import Sequence
 from ctypes import c_char_p, c_int, c_size_t, c_uint32, c_uint64, c_void_p
 from typing import Any, NamedTuple
@@ -126,34 +128,57 @@ def use_context_of(device: int) -> None:
     check(cuda.cuCtxSetCurrent(context), "entering its context")
 
 
+class TensorMapEncoder:
+    """Makes TMA descriptors of one kind; memory for what the driver reads is laid out once, which
+    saves most of what a descriptor takes."""
+
+    def __init__(self, cuda: Any, kind: TensorMapKind):
+        rank, sides = len(kind.sides), kind.sides[::-1]
+        memory = ctypes.create_string_buffer(2 * TENSOR_MAP_SIZE)
+        start = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
+        self.made = memoryview(memory)[start : start + TENSOR_MAP_SIZE]
+        self.lock = threading.Lock()  # of whoever writes there
+        self.address, self.size = c_void_p(), kind.element_size
+        self.numbers = (c_uint64 * (2 * rank))()  # sizes and steps, of which it reads one less
+        self.pack_into = struct.Struct(f"{2 * rank - 1}Q").pack_into
+        self.encode = cuda.cuTensorMapEncodeTiled
+        self.handed = (
+            c_void_p(ctypes.addressof(memory) + start),
+            kind.element_type,
+            rank,
+            self.address,
+            self.numbers,
+            (c_uint64 * rank).from_buffer(self.numbers, rank * ctypes.sizeof(c_uint64)),
+            (c_uint32 * rank)(*sides),  # what moves at once,
+            (c_uint32 * rank)(*[1] * rank),  # and every how many elements
+            0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
+            kind.swizzle,
+            2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+            0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
+        )
+
+    def __call__(self, address: int, shape: Sequence[int], strides: Sequence[int]) -> bytes:
+        """The descriptor of a tensor; strides in elements, the last one is 1."""
+        size = self.size
+        steps = [size * stride for stride in strides[-2::-1]]
+        with self.lock:
+            self.address.value = address
+            self.pack_into(self.numbers, 0, *shape[::-1], *steps)
+            result = self.encode(*self.handed)
+            made = self.made.tobytes()
+        if result:
+            what = f"of shape {tuple(shape)} and strides {tuple(strides)}"
+            check(result, f"describing a tensor {what} for TMA")
+        return made
+
+
+@functools.cache
+def _encoder(cuda: Any, kind: TensorMapKind) -> TensorMapEncoder:
+    return TensorMapEncoder(cuda, kind)
+
+
 def tensor_map(
     kind: TensorMapKind, address: int, shape: Sequence[int], strides: Sequence[int]
 ) -> bytes:
     """The TMA descriptor of a tensor; strides in elements, the last one is 1."""
-    rank, size = len(shape), kind.element_size
-    memory = ctypes.create_string_buffer(2 * TENSOR_MAP_SIZE)
-    start = -ctypes.addressof(memory) % TENSOR_MAP_ALIGNMENT
-    result = library().cuTensorMapEncodeTiled(
-        c_void_p(ctypes.addressof(memory) + start),
-        kind.element_type,
-        rank,
-        c_void_p(address),
-        (c_uint64 * rank)(*shape[::-1]),
-        (c_uint64 * rank)(*[size * stride for stride in strides[-2::-1]]),
-        *_boxes(kind.sides),
-        0,  # CU_TENSOR_MAP_INTERLEAVE_NONE
-        kind.swizzle,
-        2,  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
-        0,  # CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE
-    )
-    if result:
-        what = f"of shape {tuple(shape)} and strides {tuple(strides)}"
-        check(result, f"describing a tensor {what} for TMA")
-    return memory.raw[start : start + TENSOR_MAP_SIZE]
-
-
-@functools.cache
-def _boxes(sides: tuple[int, ...]) -> tuple[Any, Any]:
-    """What moves at once, and every how many elements, as the driver takes them."""
-    rank = len(sides)
-    return (c_uint32 * rank)(*sides[::-1]), (c_uint32 * rank)(*[1] * rank)
+    return _encoder(library(), kind)(address, shape, strides)

@@ -14,7 +14,7 @@ import functools
 import hashlib
 import linecache
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -225,9 +225,12 @@ def kind_of_captured(captured: Captured) -> tuple[Any, ...]:
 NO_OTHERS = (None,) * len(Inputs._fields[3:])
 
 
-def there_are(tensors: Iterable[Tensor | None]) -> list[Tensor]:
-    """Tensors without those that are None."""
-    return [tensor for tensor in tensors if tensor is not None]
+T = TypeVar("T")
+
+
+def there_are(values: Iterable[T | None]) -> list[T]:
+    """Values without those that are None."""
+    return [value for value in values if value is not None]
 
 
 def brings_three(inputs: Inputs, variant: Variant) -> bool:

@@ -8,7 +8,6 @@ driver is told to go. A call of another length fills such a block anew, for the 
 
 from __future__ import annotations
 
-import functools
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,6 +103,11 @@ class Launch:
         made.start, made.starts = None, {}
         return made
 
+    @property
+    def shared(self) -> int:
+        """A number that launches have in common if one was made of the other."""
+        return id(self.templates)
+
     def __call__(
         self, programs: int, device: int | None, tensors: Sequence[Tensor], arguments: MakeArguments
     ) -> None:
@@ -148,7 +152,9 @@ class Launch:
             return start
         of_family = self.present, *key
         templates = self.templates.get(of_family)
-        template = None if templates is None else templates.find(self.numbers)
+        template = None
+        if templates is not None:
+            template = templates.find(self.numbers)
         if template is None:
             given = self.arguments(arguments())
             variant = machine_code.variant(self.kernel, given, self.options, device)
@@ -217,13 +223,12 @@ class Moved(NamedTuple):
     number: int  # among the tensors of a launch
     byte: int  # of memory
     kind: driver.TensorMapKind
-    parameters: range  # its shape and strides
+    shape: slice  # of the parameters: where its shape is
+    strides: slice
 
     def described(self, address: int, values: Sequence[int]) -> bytes:
         """The descriptor; values: all parameters of the launch."""
-        first, end = self.parameters.start, self.parameters.stop
-        middle = (first + end) // 2
-        return described(self.kind, address, values[first:middle], values[middle:end])
+        return described(self.kind, address, values[self.shape], values[self.strides])
 
 
 class Template:
@@ -235,6 +240,7 @@ class Template:
     ):  # fmt: skip
         """numbers: those of the call, whose places arguments know."""
         self.variant = variant
+        self.family: Templates | None = None  # that hold it for calls of other numbers
         self.places = {id(tensor): place for place, tensor in reversed([*enumerate(tensors)])}
         self.same = [  # tensors that are one and the same cannot be told apart, so must be again
             (self.places[id(tensor)], place)
@@ -285,6 +291,10 @@ class Template:
             sources.append(source)
         self.pick = operator.itemgetter(*sources)
 
+    def filled(self, numbers: Sequence[int]) -> tuple[Any, ...]:
+        """All parameters of a call with these numbers."""
+        return self.pick((*numbers, *self.rest))
+
     def _addressed(self, value: Any, place: int, kinds: Iterator[driver.TensorMapKind]) -> Any:
         """What is packed for a tensor at a place of the parameters, or for one that TMA moves,
         where each start writes what belongs there; an address of one call only, as it is."""
@@ -297,8 +307,10 @@ class Template:
         kind, number = next(kinds), self._address(value.tensor)
         if number is None:
             return described(kind, value.tensor.data_ptr(), value.shape, value.strides)
-        shape_and_strides = range(place + 1, place + 1 + 2 * len(value.shape))
-        self.maps.append(Moved(number, self.variant.offsets[place], kind, shape_and_strides))
+        first, axes = place + 1, len(value.shape)
+        middle, byte = first + axes, self.variant.offsets[place]
+        sides = slice(first, middle), slice(middle, middle + axes)
+        self.maps.append(Moved(number, byte, kind, *sides))
         return NO_MAP
 
     def _address(self, tensor: Tensor) -> int | None:
@@ -319,21 +331,14 @@ class Templates:
         self.count = count  # numbers of a call
         self.compiled_in: list[int] = []  # places of numbers that are constants of the kernel
         self.classed: list[int] = []  # of those of which it counts what they are multiples of
-        self.found: dict[tuple[int, ...], Template] = {}
+        self.found: dict[tuple[int, ...], Template] = {}  # another one where these grow
 
     def find(self, numbers: tuple[int, ...]) -> Template | None:
         """The template for a call with these numbers."""
         assert len(numbers) == self.count, "numbers of another kind of call"
-        classes = classes_of(numbers)
-        if classes is None:
+        if not are_small(numbers):
             return None  # it may be one of those that have 32 bits
-        return self.found.get(self._key(numbers, classes))
-
-    def _key(self, numbers: Sequence[int], classes: Sequence[int]) -> tuple[int, ...]:
-        return (
-            *[numbers[place] for place in self.compiled_in],
-            *[classes[place] for place in self.classed],
-        )
+        return self.found.get(key_at(numbers, self.compiled_in, self.classed))
 
     def add(self, template: Template, arguments: Arguments, numbers: tuple[int, ...]) -> None:
         """Keep a template that was made with these numbers."""
@@ -346,18 +351,23 @@ class Templates:
             if new:
                 self.found = {}  # keys of more numbers
             places += sorted(new)
-        classes = classes_of(numbers)
-        if classes is not None:
-            self.found[self._key(numbers, classes)] = template
+        if are_small(numbers):
+            self.found[key_at(numbers, self.compiled_in, self.classed)] = template
+            template.family = self
 
 
-@functools.lru_cache(maxsize=8)  # the kernels of a pass ask in turn
-def classes_of(numbers: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Of each number of a call what counts where it is no constant: whether it is 1, or a multiple
-    of 16. None: some have more than 32 bits."""
-    if max(numbers) > LARGEST_INT32 or min(numbers) < -LARGEST_INT32:
-        return None
-    return tuple([number == 1 if number % ALIGNMENT else 2 for number in numbers])
+def are_small(numbers: Sequence[int]) -> bool:
+    """Whether 32 bits are enough for each."""
+    return max(numbers) <= LARGEST_INT32 and min(numbers) >= -LARGEST_INT32
+
+
+def key_at(
+    numbers: Sequence[int], compiled_in: Sequence[int], classed: Sequence[int]
+) -> tuple[int, ...]:
+    """What a kernel is compiled for of a call's numbers: those that are constants of it, and of
+    others whether they are 1, or multiples of 16."""
+    classes = [number == 1 if (number := numbers[place]) % ALIGNMENT else 2 for place in classed]
+    return *[numbers[place] for place in compiled_in], *classes
 
 
 class Start:
@@ -365,7 +375,7 @@ class Start:
 
     def __init__(self, template: Template, numbers: Sequence[int]):
         self.template = template
-        self.values = template.pick((*numbers, *template.rest))  # of all parameters
+        self.values = template.filled(numbers)
         self.parameters = template.pack(*self.values)
         # Descriptors by address, of each tensor that TMA moves: one says where a tensor lies and
         # how, and not which one it is; a launch, or a graph that is captured, copies it. So it
@@ -458,7 +468,7 @@ def described(
 def usable(shape: Sequence[int], strides: Sequence[int]) -> list[int]:
     """Strides as TMA takes them: a side of one has any, and it wants one that it could use."""
     found = [
-        ALIGNMENT if side == 1 else int(stride) for side, stride in zip(shape, strides, strict=True)
+        stride if side != 1 else ALIGNMENT for side, stride in zip(shape, strides, strict=True)
     ]
     found[-1] = 1
     return found

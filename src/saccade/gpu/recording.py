@@ -6,6 +6,10 @@ which address goes where. The first ones go step by step, as there may be no mor
 the fourth, which is noted meanwhile; later ones allocate the results and one block for all that is
 needed in between, write the addresses into the kernels' parameters, and start them.
 
+Calls that differ in lengths too differ in numbers: those that kernels are handed, how many programs
+there are, how large memory is. A pass that says these beforehand (`Lengths`) need not be noted for
+each length: what was noted of one of them (`Pattern`) serves the others from their first call on.
+
 A recording is of what launches and PyTorch's dispatcher see, so a pass need not know of it. One
 that does anything else than to allocate memory (as it is, or zeros), to look at it otherwise
 (views) and to launch is not recorded: it goes step by step each time. So do calls on another device
@@ -15,6 +19,7 @@ recorded one had two or the other way round, and all while a profiler looks on.
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -22,11 +27,20 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from saccade.gpu import launcher
 from saccade.gpu.hopper import tile_scheduler
-from saccade.gpu.launcher import AnyStart, Maps, Start
+from saccade.gpu.kernel_args import there_are
+from saccade.gpu.launcher import Maps, Start, Template, are_small, key_at
+from saccade.gpu.pass_recorder import (
+    COUNTER,
+    MemoryLayout,
+    Place,
+    Recorder,
+    Results,
+    Source,
+    layout_of,
+)
 from saccade.gpu.signature import ALIGNMENT
 
 RECORDS = True  # turned off where every launch is to be seen
@@ -37,29 +51,38 @@ PIECE = 512  # bytes: pieces of a block begin at multiples of it, as PyTorch's o
 # torch.empty_strided.
 EMPTY_STRIDED: Any = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)  # pyright: ignore[reportAttributeAccessIssue]
 
-aten = torch.ops.aten
-ALLOCATES = frozenset(
-    {
-        aten.empty.memory_format, aten.empty_strided.default, aten.empty_like.default,
-        aten.new_empty.default, aten.new_empty_strided.default,
-    }
-)  # fmt: skip
-
-ZEROES = frozenset({aten.new_zeros.default, aten.zeros.default, aten.zeros_like.default})
-VIEWS = frozenset({aten.detach.default, aten.view.default, aten.select.int})  # found sooner so
-Results = tuple[Tensor, ...]
 profiled = torch._C._autograd._profiler_enabled  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class Lengths(NamedTuple):
+    """All that lengths decide of a pass."""
+
+    numbers: tuple[int, ...]  # that each of its kernels is handed (`Launch.of`)
+    programs: tuple[int, ...]  # of each kernel, in the order in which they are started
+    memory: Sequence[MemoryLayout]  # that it allocates, in this order
+
+
+class PassFamily:
+    """Passes that differ in lengths alone: they start the same kernels."""
+
+    def __init__(self) -> None:
+        self.calls_left = STEP_BY_STEP  # of any length, before one is recorded
+        self.pattern: Pattern | None = None  # of one that was
 
 
 class RecordedPass:
     """A pass of calls that are alike in all but the addresses of their tensors."""
 
-    def __init__(self, query: Tensor) -> None:
-        """query: a tensor on the GPU of such calls."""
+    def __init__(
+        self, query: Tensor, family: PassFamily | None = None, lengths: Lengths | None = None
+    ) -> None:
+        """query: a tensor on the GPU of such calls. family, lengths: of a pass that says them."""
         self.device = query.device
         self.index = launcher.current_device(query)  # None for Triton's interpreter
+        self.family, self.lengths = family or PassFamily(), lengths
         self.again: Callable[[Sequence[Tensor]], Results | None] = _not_recorded
         self.calls_left = STEP_BY_STEP
+        self._derive()
 
     def __call__(self, tensors: Sequence[Tensor], run: Callable[[], Results]) -> Results:
         """What `run` gives: by running it, or by doing what it did.
@@ -67,16 +90,35 @@ class RecordedPass:
         tensors: all whose addresses it hands to kernels, but for its own memory and counters.
         """
         results = self.again(tensors)
+        if results is None and self._derive():  # another length was recorded meanwhile
+            results = self.again(tensors)
         if results is not None:
             return results
-        if self.calls_left or self.index is None or not _may_be_recorded(self.index):
+        if not self._is_time() or self.index is None or not _may_be_recorded(self.index):
             self.calls_left -= self.calls_left > 0
+            self.family.calls_left -= self.family.calls_left > 0
             return run()
-        self.calls_left = -1  # it is tried once
-        recorder = Recorder(tensors, self.device)
+        self.calls_left = self.family.calls_left = -1  # it is tried once
+        recorder = Recorder(tensors, self.device, self.index)
         results = recorder.watch(run)
-        self.again = recorder.recording(results, self.index) or _not_recorded
+        pattern = Pattern.of(recorder, results)
+        if pattern is not None:
+            self.again = pattern.recording()
+            if self.lengths is not None and pattern.serves(self.lengths):
+                self.family.pattern = pattern
         return results
+
+    def _is_time(self) -> bool:
+        """Whether it is to be recorded now: the first of its family, or one by itself."""
+        return self.calls_left == 0 or (self.family.calls_left == 0 and self.calls_left > 0)
+
+    def _derive(self) -> bool:
+        """Take what was recorded of another length, if there is any; whether it is new."""
+        pattern = self.family.pattern
+        if pattern is None or self.lengths is None or self.again is not _not_recorded:
+            return False
+        self.again = pattern.at(self.lengths) or _not_recorded
+        return self.again is not _not_recorded
 
 
 def _not_recorded(tensors: Sequence[Tensor]) -> None:
@@ -145,173 +187,188 @@ class Recording:
         return results
 
 
-class Place(NamedTuple):
-    """Where an address lies: so many bytes into memory that the pass allocated."""
+class Pattern:
+    """What a pass does but for numbers: which kernels it starts, with which address where.
 
-    allocation: int
-    offset: int
+    Addresses have numbers: those of tensors and results, of blocks, of the counter if there is one,
+    and of places behind others.
+    """
 
-
-COUNTER = -1
-Source = int | Place
-"""An address: the number of a tensor of the call, COUNTER, or a place in the pass's own memory."""
-
-
-class Recorder(TorchDispatchMode):
-    """Notes what a pass does."""
-
-    def __init__(self, tensors: Sequence[Tensor], device: torch.device) -> None:
-        super().__init__()
-        self.device = device
-        self.tensors: dict[int, int] = {}  # the first at each address
-        self.same: list[tuple[int, int]] = []
-        for number, tensor in enumerate(tensors):
-            first = self.tensors.setdefault(tensor.data_ptr(), number)
-            if first != number:
-                self.same.append((first, number))
-        self.num_tensors = len(tensors)
-        self.counter = tile_scheduler.counter_of(device).data_ptr()
-        self.allocations: list[Tensor] = []  # kept, so that none takes the place of another
-        self.zeroed: set[int] = set()  # those that begin as zeros
-        self.extents: list[tuple[int, int]] = []  # where their memory begins and ends
-        self.sources: dict[int, Source] = {**self.tensors, self.counter: COUNTER}  # that are known
-        self.noted: list[tuple[Start, int, list[Source | None]]] = []
-        together = 0
-        for address in self.tensors:
-            together |= address
-        self.refused = together % ALIGNMENT != 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Modes are not traced while torch.compile traces, which takes longer than all else; where
-        passes are recorded nothing is traced."""
-        return False
-
-    def watch(self, run: Callable[[], Results]) -> Results:
-        """Run a pass and note what it does."""
-        before, launcher.watched.by = launcher.watched.by, self._note
-        try:
-            with self:
-                return run()
-        finally:
-            launcher.watched.by = before
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """An operator that the pass calls."""
-        found = func(*args, **(kwargs or {}))
-        if func in ALLOCATES or func in ZEROES:
-            if func in ZEROES:
-                self.zeroed.add(len(self.allocations))
-            memory = found.untyped_storage()
-            begin = memory.data_ptr()
-            self.allocations.append(found)
-            self.extents.append((begin, begin + memory.nbytes()))
-        elif func not in VIEWS and not func.is_view:
-            self.refused = True
-        return found
-
-    def _note(self, start: AnyStart, programs: int, addresses: Sequence[int]) -> None:
-        if not isinstance(start, Start) or not start.template.complete:
-            self.refused = True
-            return
-        template = start.template
-        used = {number for number, _ in template.pointers} | {moved[0] for moved in start.maps}
-        sources = [
-            self._source(address) if number in used else None
-            for number, address in enumerate(addresses)
+    def __init__(
+        self, recorder: Recorder, results: list[MemoryLayout], numbers: dict[int, int]
+    ) -> None:
+        """results: their layouts. numbers: of those that have memory, by allocation."""
+        self.device, self.index, self.same = recorder.device, recorder.index, recorder.same
+        self.noted, self.results = recorder.noted, results
+        self.memory = list(map(layout_of, recorder.allocations))
+        self.bytes = [memory.untyped_storage().nbytes() for memory in recorder.allocations]
+        self.of_results = list(numbers)  # allocations, in the order of results
+        sources = dict.fromkeys(source for each in self.noted for source in each.sources)
+        places = [source for source in sources if isinstance(source, Place)]
+        self.counted = COUNTER in sources
+        self.blocks: list[tuple[bool, list[int]]] = []  # whether of zeros, and what lies in it
+        bases, first = dict(numbers), recorder.num_tensors + len(results)
+        for zeroed in (False, True):
+            pieces = [
+                number
+                for number in dict.fromkeys(place.allocation for place in places)
+                if number not in numbers and (number in recorder.zeroed) is zeroed
+            ]
+            if pieces:
+                bases |= dict.fromkeys(pieces, first + len(self.blocks))
+                self.blocks.append((zeroed, pieces))
+        of_source: dict[Source | None, int | None] = {None: None}
+        of_source[COUNTER] = first + len(self.blocks)
+        first += len(self.blocks) + self.counted
+        begins = {pieces[0] for _, pieces in self.blocks} | numbers.keys()
+        self.places: list[tuple[int, Place]] = []  # that lie behind another address
+        for place in places:
+            if place.offset == 0 and place.allocation in begins:
+                of_source[place] = bases[place.allocation]
+            else:
+                of_source[place] = first + len(self.places)
+                self.places.append((bases[place.allocation], place))
+        of_source |= {number: number for number in range(recorder.num_tensors)}
+        self.kernels = [
+            PlacedKernel([of_source[source] for source in each.sources]) for each in self.noted
         ]
-        self.noted.append((start, programs, sources))
+        templates = [each.start.template for each in self.noted]
+        self.families = there_are([template.family for template in templates])
+        self.templates: dict[tuple[int, ...], list[Template]] = {}  # by what they look at
+        self.compiled_in, self.classed = list[int](), list[int]()  # of all families
+        self.looked_through: list[Any] = [None] * len(self.families)  # what they have found
 
-    def _source(self, address: int) -> Source | None:
-        found = self.sources.get(address)
-        if found is None:
-            for number, (begin, end) in enumerate(self.extents):
-                if begin <= address < end:
-                    found = self.sources[address] = Place(number, address - begin)
-                    return found
-            self.refused = True
-        return found
-
-    def recording(self, results: Results, index: int) -> Recording | None:
-        """What was noted; None where it cannot be done again.
+    @staticmethod
+    def of(recorder: Recorder, results: Results) -> Pattern | None:
+        """What was noted of a pass; None where it cannot be done again.
 
         results: what the pass gave.
         """
         numbers: dict[int, int] = {}  # of results, by allocation
-        for number, result in enumerate(results, self.num_tensors):
+        for number, result in enumerate(results, recorder.num_tensors):
             if result.numel() == 0:  # it has no address
                 continue
-            place = self._source(result.data_ptr())
+            place = recorder.source(result.data_ptr())
             if not isinstance(place, Place) or not _fills_memory(result):
                 return None
-            if place.allocation in numbers or place.allocation in self.zeroed:
+            if place.allocation in numbers or place.allocation in recorder.zeroed:
                 return None
             numbers[place.allocation] = number
-        makers = [
-            memory_of(tuple(result.shape), result.stride(), result.dtype, self.device)
-            for result in results
+        return None if recorder.refused else Pattern(recorder, [*map(layout_of, results)], numbers)
+
+    def recording(self) -> Recording:
+        """The recording of the calls that it was noted of."""
+        starts = [
+            placed.again(start, programs)
+            for placed, (start, programs, _) in zip(self.kernels, self.noted, strict=True)
         ]
-        if self.refused:
+        return self._recording(self.results, self.bytes, starts)
+
+    def serves(self, lengths: Lengths) -> bool:
+        """Whether lengths are those of the calls that it was noted of, and say all of it: then it
+        serves other ones."""
+        programs = tuple([each.programs for each in self.noted])
+        if programs != lengths.programs or len(self.families) != len(programs):
+            return False
+        for start, _, _ in self.noted:
+            if start.template.filled(lengths.numbers) != start.values:
+                return False
+        if list(lengths.memory) != self.memory:
+            return False
+        laid = [self.memory[number] for number in self.of_results]
+        inside = any(place.offset for _, place in self.places)
+        return laid == self.results and not inside and self.bytes == list(map(_bytes, self.memory))
+
+    def at(self, lengths: Lengths) -> Recording | None:
+        """The recording of calls of other lengths; None where some kernel was not started yet for
+        such lengths, or there is nothing to do."""
+        numbers, sizes = lengths.numbers, [*map(_bytes, lengths.memory)]
+        if 0 in sizes or 0 in lengths.programs or not are_small(numbers):
             return None
-        found = _Layout(self, numbers, self.num_tensors + len(results))
-        starts = [found.again(*one) for one in self.noted]
-        return Recording(
-            self.device, index, self.same, makers, found.blocks, found.counted, found.places,
-            starts,
-        )  # fmt: skip
+        templates = self._templates(numbers)
+        if templates is None:
+            return None
+        starts = [
+            placed.again(Start(template, numbers), programs)
+            for placed, template, programs in zip(
+                self.kernels, templates, lengths.programs, strict=True
+            )
+        ]
+        return self._recording([lengths.memory[n] for n in self.of_results], sizes, starts)
 
+    def _templates(self, numbers: tuple[int, ...]) -> list[Template] | None:
+        """What each kernel's parameters are made by for such numbers."""
+        families, found = self.families, [family.found for family in self.families]
+        if not all(map(operator.is_, found, self.looked_through)):
+            self.looked_through, self.templates = found, {}
+            self.compiled_in = sorted({n for family in families for n in family.compiled_in})
+            self.classed = sorted({n for family in families for n in family.classed})
+        key = key_at(numbers, self.compiled_in, self.classed)
+        templates = self.templates.get(key)
+        if templates is None:
+            known = [family.find(numbers) for family in families]
+            templates = [template for template in known if template is not None]
+            if len(templates) < len(known):
+                return None
+            self.templates[key] = templates
+        return templates
 
-class _Layout:
-    """Which number each address of a recording has."""
-
-    def __init__(self, recorder: Recorder, results: dict[int, int], first: int) -> None:
-        """results: their numbers, by allocation. first: the first number behind them, from which on
-        blocks, the counter, if there is one, and places have theirs."""
-        sources = dict.fromkeys(source for _, _, each in recorder.noted for source in each)
-        places = [source for source in sources if isinstance(source, Place)]
-        self.counted, self.blocks = COUNTER in sources, list[Callable[[], Tensor]]()
-        begins: dict[int, tuple[int, int]] = {}  # of allocations: their block, and where in it
-        for ops in (torch.empty, torch.zeros):
+    def _recording(
+        self, results: Sequence[MemoryLayout], sizes: Sequence[int], starts: list[Again]
+    ) -> Recording:
+        """sizes: bytes of each allocation."""
+        begins: dict[int, int] = {}  # of allocations in their blocks
+        blocks: list[Callable[[], Tensor]] = []
+        for zeroed, pieces in self.blocks:
             size = 0
-            for number in dict.fromkeys(place.allocation for place in places):
-                if number not in results and (number in recorder.zeroed) == (ops is torch.zeros):
-                    begins[number] = first + len(self.blocks), size
-                    bytes_of = recorder.allocations[number].untyped_storage().nbytes()
-                    size += -(-bytes_of // PIECE) * PIECE
-            if size and ops is torch.empty:
-                self.blocks.append(memory_of((size,), (1,), torch.uint8, recorder.device))
-            elif size:
-                self.blocks.append(partial(ops, size, dtype=torch.uint8, device=recorder.device))
-        self.of_counter = first + len(self.blocks)
-        first = self.of_counter + self.counted
-        self.numbers: dict[Place, int] = {}
-        self.places: list[tuple[int, int]] = []
-        for place in places:
-            base, offset = results.get(place.allocation), place.offset
-            if base is None:
-                base, begin = begins[place.allocation]
-                offset += begin
-            self.numbers[place] = first + len(self.places) if offset else base
-            if offset:
-                self.places.append((base, offset))
+            for number in pieces:
+                begins[number] = size
+                size += -(-sizes[number] // PIECE) * PIECE
+            if zeroed:
+                blocks.append(partial(torch.zeros, size, dtype=torch.uint8, device=self.device))
+            else:
+                blocks.append(memory_of((size,), (1,), torch.uint8, self.device))
+        places = [
+            (base, begins.get(place.allocation, 0) + place.offset) for base, place in self.places
+        ]
+        makers = [memory_of(*layout, self.device) for layout in results]
+        return Recording(
+            self.device, self.index, self.same, makers, blocks, self.counted, places, starts
+        )
 
-    def again(self, start: Start, programs: int, sources: list[Source | None]) -> Again:
-        """A kernel that was noted, by the numbers of the whole pass."""
-        numbers = [
-            self.numbers[source] if isinstance(source, Place)
-            else self.of_counter if source == COUNTER
-            else source
-            for source in sources
-        ]  # fmt: skip
 
-        def number_of(number: int) -> int:
-            found = numbers[number]
-            assert found is not None, "an address that no parameter was noted to have"
-            return found
+class PlacedKernel:
+    """A kernel of a pattern: where in the pass its addresses are."""
 
-        pointers = [(number_of(number), word) for number, word in start.template.pointers]
-        maps = [(number_of(number), byte, known) for number, byte, known in start.maps]
+    def __init__(self, numbers: Sequence[int | None]) -> None:
+        """numbers: those in the pass of the launch's addresses; None: of no parameter."""
+        self.numbers = numbers
+        self.placed: dict[Template, tuple[list[tuple[int, int]], list[int]]] = {}
+
+    def again(self, start: Start, programs: int) -> Again:
+        """The kernel by a start of it."""
+        template = start.template
+        found = self.placed.get(template)
+        if found is None:
+            pointers = [(self._number(number), word) for number, word in template.pointers]
+            found = pointers, [self._number(moved.number) for moved in template.maps]
+            self.placed[template] = found
+        pointers, moved = found
+        maps = [
+            (number, byte, known)
+            for number, (_, byte, known) in zip(moved, start.maps, strict=True)
+        ]
         return Again(start, programs, pointers, maps)
+
+    def _number(self, number: int) -> int:
+        found = self.numbers[number]
+        assert found is not None, "an address that no parameter was noted to have"
+        return found
+
+
+def _bytes(layout: MemoryLayout) -> int:
+    """Bytes of memory that its entries fill."""
+    return math.prod(layout.shape) * layout.dtype.itemsize
 
 
 def _fills_memory(tensor: Tensor) -> bool:

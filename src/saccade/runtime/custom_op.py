@@ -50,8 +50,8 @@ class Gradient(NamedTuple):
             tables whose gradients are wanted, and the variant.
         empty: memory for the gradients, from the operator's arguments and the wanted tables.
         wanted: the tables whose gradients may be asked for.
-        optional: which of the kept results a call need not have: what operators give instead has
-            one dimension and no elements, and the backward pass gets None.
+        optional: places among the kept results of those that a call need not have: what operators
+            give instead has one dimension and no elements, and the backward pass gets None.
     """
 
     schema: str
@@ -198,17 +198,14 @@ class Operation:
         constant = [r for n, r in enumerate(results) if n not in gradient.results and r is not None]
         if constant:
             ctx.mark_non_differentiable(*constant)
-        kept = [self._kept(n, results) for n in gradient.kept]
+        kept = [results[n] if n < len(results) else None for n in gradient.kept]
+        for place in gradient.optional:
+            found = kept[place]
+            if found is not None and found.dim() == 1:
+                kept[place] = None  # an operator's way to say that the call does not have it
         ctx.save_for_backward(*tensors[: self.num_inputs], *kept, *tables)
         ctx.plain = tuple(plain)
         ctx.wanted = gradient.wanted(tables, plain) if tables else []
-
-    def _kept(self, number: int, results: Sequence[Any]) -> Any:
-        """A result that the backward pass reads; None for one that the call does not have."""
-        assert self.gradient is not None
-        found = results[number] if number < len(results) else None
-        missing = found is not None and number in self.gradient.optional and found.dim() == 1
-        return None if missing else found
 
     def gradients(self, ctx: Any, call: Callable[..., Any], grads: Sequence[Any]) -> list[Any]:
         """Gradients of every input and table, None where there is none.

@@ -88,10 +88,9 @@ def test_results_lie_as_all_implementations_have_them(
         wanted = output, lse, torch.empty_like(output, dtype=torch.int8), lse
         for memory, tensor in zip(memories, wanted, strict=True):
             assert memory is not None
-            made = memory.make()
-            assert made.dtype == tensor.dtype
-            assert memory.numbers == (*tensor.shape, *tensor.stride())
-            assert (*made.shape, *made.stride()) == memory.numbers
+            assert memory == (tensor.shape, tensor.stride(), tensor.dtype)
+            made = memory.on(query.device)
+            assert (made.shape, made.stride(), made.dtype) == memory
     gradients = empty_gradients(Inputs(query, query, value))[:3]
     for rows, gradient in zip((query, query, value), gradients, strict=True):
         assert call_spec.beside_channels(rows.shape) == gradient.stride()

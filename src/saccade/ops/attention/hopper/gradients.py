@@ -27,7 +27,7 @@ from saccade.ops.attention.triton.call_spec import CallSpec
 from saccade.runtime.spec import Inputs, Variant
 
 if TYPE_CHECKING:
-    from saccade.ops.attention.hopper.host import BackwardOfLengths
+    from saccade.ops.attention.hopper.host import BackwardLaunches, BackwardOfLengths
 
 LONGEST_SIDE = 256  # of what TMA moves at once
 SUM_TILE = 32  # rows of keys whose parts a program adds
@@ -72,45 +72,59 @@ class HopperBackwardCall(NamedTuple):
 
     def run(self) -> None:
         """Start every kernel of the pass, but for sinks and tables."""
-        prepared, memory = self.prepared, self.memory
-        spec, slots, kind = prepared.spec, prepared.slots, prepared.kind
-        brought = self.inputs[:3] if kind.alone else tensors_of(self.inputs, self.variant)
+        prepared, memory, launches = self.prepared, self.memory, self.prepared.launches
+        device, programs = prepared.spec.device, prepared.lengths.programs
+        assert launches is not None
+        brought = self.inputs[:3] if prepared.kind.alone else tensors_of(self.inputs, self.variant)
         known = (*brought, *there_are((*self.passed, *memory)))
-        prepared.begin(slots, spec.device, known, self._begin_arguments)
-        plan = prepared.planner(self.inputs, self.variant)
+        launches.begin(programs.begin, device, known, self._begin_arguments)
+        plan = launches.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
-        if prepared.schedule.grid == "dynamic":
+        if prepared.lengths.schedule.grid == "dynamic":
             counters = (tile_scheduler.counter_of(memory.starts.device),)
-        prepared.main(
-            prepared.programs, spec.device, (*known, *plan.tensors, *counters),
+        launches.main(
+            programs.main, device, (*known, *plan.tensors, *counters),
             lambda: self._main_arguments(plan.argument(), counters),
         )  # fmt: skip
-        if prepared.splits > 1:
-            arguments = self._splits_arguments
-            prepared.add_splits(prepared.sum_programs, spec.device, known, arguments)
-        if memory.dq_accumulate is not None:
-            prepared.end(slots, spec.device, known, self._end_arguments)
-        if prepared.query_pass is not None:
-            prepared.query_pass(self, known, counters)
-        if memory.flag is not None:
+        if programs.add_splits is not None:
+            launches.add_splits(programs.add_splits, device, known, self._splits_arguments)
+        if programs.end is not None:
+            launches.end(programs.end, device, known, self._end_arguments)
+        if programs.query_pass is not None:
+            self._start_query_pass(launches, programs.query_pass, known, counters)
+        if launches.nan_safe_keys is not None and programs.nan_safe_keys is not None:
             arguments = self._nan_safe_keys_arguments
-            prepared.nan_safe_keys(prepared.key_programs, spec.device, known, arguments)
-        self._start_queries(known)
+            launches.nan_safe_keys(programs.nan_safe_keys, device, known, arguments)
+        if launches.queries is not None and programs.queries is not None:
+            self._start_queries(launches, programs.queries, known)
 
-    def _start_queries(self, known: tuple[Tensor, ...]) -> None:
+    def _start_query_pass(
+        self, launches: BackwardLaunches, programs: int, known: tuple[Tensor, ...],
+        counters: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """Gradients of queries above 128 channels; raises the flag, if there is one, for NaN or
+        inf."""
+        assert launches.query_pass is not None
+        plan = launches.over_keys_apart(self.inputs, self.variant)
+        launches.query_pass(
+            programs, self.prepared.spec.device, (*known, *plan.tensors, *counters),
+            lambda: self._query_pass_arguments(plan.argument(), counters),
+        )  # fmt: skip
+
+    def _start_queries(
+        self, launches: BackwardLaunches, programs: int, known: tuple[Tensor, ...]
+    ) -> None:
         """Gradients of queries by the Triton pass: in the ordered form, or once more."""
-        prepared, memory = self.prepared, self.memory
-        device = prepared.spec.device
-        if prepared.kind.ordered and prepared.query_pass is None:
-            plan = prepared.over_keys(self.inputs, self.variant)
-            tensors = (*known, *plan.tensors)
-            prepared.queries(
-                prepared.query_programs, device, tensors,
+        kind, device = self.prepared.kind, self.prepared.spec.device
+        assert launches.queries is not None
+        if kind.ordered and not kind.apart:
+            plan = launches.over_keys(self.inputs, self.variant)
+            launches.queries(
+                programs, device, (*known, *plan.tensors),
                 lambda: self._queries_arguments(plan.argument()),
             )  # fmt: skip
-        elif memory.flag is not None:
-            arguments = self._nan_safe_queries_arguments
-            prepared.queries(prepared.query_programs, device, known, arguments)
+        else:
+            launches.queries(programs, device, known, self._nan_safe_queries_arguments)
 
     def _begin_arguments(self) -> tuple[Any, ...]:
         spec, inputs = self.spec, self.inputs
@@ -131,7 +145,7 @@ class HopperBackwardCall(NamedTuple):
         self, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
     ) -> tuple[Any, ...]:
         prepared, inputs = self.prepared, self.inputs
-        spec, numbers = self.spec, sourced(prepared.numbers)
+        spec, numbers = self.spec, sourced(prepared.lengths.numbers)
         return (
             *self._moved(spec, numbers),
             *spec.inputs(inputs)[:2],
@@ -148,14 +162,14 @@ class HopperBackwardCall(NamedTuple):
     def _moved(self, spec: CallSpec, numbers: Sequence[Number]) -> tuple[Any, ...]:
         """What TMA moves, in the kernel's order."""
         prepared, inputs, memory = self.prepared, self.inputs, self.memory
-        (width, value_width), tile = prepared.kind.widths, prepared.tile
-        kv_tile, of_part = prepared.schedule.kv_tile, tile * width // PARTS.value
+        (width, value_width), tile = prepared.kind.widths, prepared.lengths.tile
+        kv_tile, of_part = prepared.lengths.schedule.kv_tile, tile * width // PARTS.value
 
         def rows(tensor: Tensor, at_once: int, channels: int) -> Any:
             return descriptor(tensor, Box.of(spec.layout(tensor), spec.packed, at_once, channels))
 
         gradients: tuple[Any, Any] = None, None  # parts do not go by TMA
-        if prepared.splits == 1:
+        if prepared.lengths.splits == 1:
             gradients = (
                 rows(memory.of_key, configs.ROWS, width),
                 rows(memory.of_value, configs.ROWS, value_width),
@@ -187,7 +201,7 @@ class HopperBackwardCall(NamedTuple):
         return parts(memory.splits_of_key), parts(memory.splits_of_value)
 
     def _splits_arguments(self) -> tuple[Any, ...]:
-        spec, splits = self.spec, sourced(self.prepared.numbers)[5]
+        spec, splits = self.spec, sourced(self.prepared.lengths.numbers)[5]
         return *self._sums_of_keys(spec), *self._gradients_of_keys(spec), splits
 
     def _end_arguments(self) -> tuple[Any, ...]:
@@ -210,6 +224,39 @@ class HopperBackwardCall(NamedTuple):
         of_queries = spec.rows(self.memory.of_query, self.inputs)
         return self._flag(), self._forward(spec), of_queries, self._rules()
 
+    def _query_pass_arguments(
+        self, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
+    ) -> tuple[Any, ...]:
+        inputs, memory, spec = self.inputs, self.memory, self.spec
+        # The first kernel of the pass wrote them.
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        width, value_width = self.prepared.kind.widths
+        order = sourced(self.prepared.lengths.numbers)[-3:]
+        sides = (
+            (configs.ROWS, width), (QUERY_PASS.kv_tile, width), (QUERY_PASS.kv_tile, value_width),
+            (configs.ROWS, value_width), (configs.ROWS, width),
+        )  # fmt: skip
+        moved = (*inputs[:3], self.passed.grad_output, memory.of_query)
+        return (
+            *(
+                descriptor(rows, Box.of(spec.layout(rows), spec.packed, *side))
+                for rows, side in zip(moved, sides, strict=True)
+            ),
+            *spec.inputs(inputs)[:2],
+            spec.rows(memory.of_query, inputs),
+            spec.numbers(memory.lse_log2, inputs),
+            spec.numbers(memory.row_dot, inputs),
+            tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
+            tile_scheduler.TileOrder(
+                tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
+                counters[0] if counters else None,
+                order[0],
+                order[1],
+                order[2],
+                memory.flag,
+            ),
+        )
+
     # ---- arguments that several kernels take ---------------------------------------------------
 
     @property
@@ -220,7 +267,7 @@ class HopperBackwardCall(NamedTuple):
             *self.inputs[:3], *there_are(self.passed), *memory[:3],
             *there_are((memory.lse_log2, memory.row_dot)), *there_are(memory[9:]),
         )  # fmt: skip
-        return self.prepared.spec.sourced(sourced(self.prepared.numbers)[6:], tensors)
+        return self.prepared.spec.sourced(sourced(self.prepared.lengths.numbers)[6:], tensors)
 
     def _gradients_of_keys(self, spec: CallSpec) -> tuple[Any, Any]:
         keys, offsets = spec.geometry.keys, self.inputs.cu_seqlens_k
@@ -237,12 +284,13 @@ class HopperBackwardCall(NamedTuple):
     def _scratch(self) -> BackwardScratch:
         packed, memory = self.prepared.spec.packed, self.memory
         slot = dq_accumulate.packed_slot if packed else dq_accumulate.dense_slot
-        splits = sourced(self.prepared.numbers)[5] if self.prepared.splits > 1 else None
+        lengths = self.prepared.lengths
+        splits = sourced(lengths.numbers)[5] if lengths.splits > 1 else None
         return BackwardScratch(slot, memory.dq_accumulate, memory.flag, memory.semaphores, splits)
 
     def _semaphore_of(self, spec: CallSpec) -> tuple[Any, Any]:
         """What `begin` finds the last tile of keys of a tile of queries by."""
-        if not self.prepared.in_key_order:
+        if not self.prepared.lengths.in_key_order:
             return None, None
         keys = spec.inputs(self.inputs)[1]
         return keys, mask_argument(self.variant)
@@ -260,71 +308,3 @@ class HopperBackwardCall(NamedTuple):
         if not self.prepared.kind.planned:
             return changes
         return changes._replace(mask=changes.mask._replace(tile_range=nonfinite.every_tile))
-
-
-# ---- gradients of queries above 128 channels, as a pass of their own -----------------------------
-
-
-class WideQueryPass:
-    """The pass of calls like one another, which comes after the one for keys and values."""
-
-    def __init__(self, prepared: BackwardOfLengths, inputs: Inputs, variant: Variant):
-        kind, self.spec = prepared.kind, prepared.spec
-        geometry, tile = self.spec.geometry, QUERY_PASS.query_tile
-        sizes = tile, QUERY_PASS.kv_tile
-        self.planner = kind.planner(inputs, variant, geometry, sizes, True)
-        queries = geometry.queries
-        heads = configs.heads_at_once(
-            variant.mask != "", queries.heads * queries.sequences, queries.slots(tile),
-            self.spec.multiprocessors, self.spec.constants["HEADS_PER_KV_HEAD"],
-            2 * sum(kind.widths) * geometry.lengths()[1],
-        )  # fmt: skip
-        order = tile_scheduler.order_of(queries, tile, heads)
-        assert kind.query_launch is not None
-        self.launch = kind.query_launch.of((*prepared.numbers, *order), prepared.present)
-        self.programs = min(order[0], self.spec.multiprocessors)
-
-    def __call__(
-        self, call: HopperBackwardCall, known: tuple[Tensor, ...], counters: tuple[Tensor, ...]
-    ) -> None:
-        """Write gradients of queries; raise the flag, if there is one, for NaN or inf."""
-        plan, memory = self.planner(call.inputs, call.variant), call.memory
-        # The first kernel of the pass wrote them.
-        assert memory.lse_log2 is not None and memory.row_dot is not None
-        tensors = (*known, *plan.tensors, *counters)
-        self.launch(
-            self.programs, self.spec.device, tensors,
-            lambda: self._arguments(call, plan.argument(), counters),
-        )  # fmt: skip
-
-    def _arguments(
-        self, call: HopperBackwardCall, plan: tuple[Any, ...], counters: tuple[Tensor, ...]
-    ) -> tuple[Any, ...]:
-        inputs, memory, spec = call.inputs, call.memory, call.spec
-        assert memory.lse_log2 is not None and memory.row_dot is not None
-        width, value_width = call.prepared.kind.widths
-        order = sourced(self.launch.numbers)[-3:]
-        sides = (
-            (configs.ROWS, width), (QUERY_PASS.kv_tile, width), (QUERY_PASS.kv_tile, value_width),
-            (configs.ROWS, value_width), (configs.ROWS, width),
-        )  # fmt: skip
-        moved = (*inputs[:3], call.passed.grad_output, memory.of_query)
-        return (
-            *(
-                descriptor(rows, Box.of(spec.layout(rows), spec.packed, *side))
-                for rows, side in zip(moved, sides, strict=True)
-            ),
-            *spec.inputs(inputs)[:2],
-            spec.rows(memory.of_query, inputs),
-            spec.numbers(memory.lse_log2, inputs),
-            spec.numbers(memory.row_dot, inputs),
-            tile_scheduler.with_gluon_search(rules(inputs, call.variant, plan)),
-            tile_scheduler.TileOrder(
-                tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
-                counters[0] if counters else None,
-                order[0],
-                order[1],
-                order[2],
-                memory.flag,
-            ),
-        )

@@ -7,11 +7,10 @@ lengths, as in `saccade.ops.attention.triton.host`. Which kernels a backward pas
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from saccade.gpu import tensor_view
@@ -29,34 +28,31 @@ from saccade.gpu.kernel_args import (
 from saccade.gpu.launcher import Launch, compile_side_by_side, next_width
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.gpu.recording import RecordedPass, tensors_in
+from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
 from saccade.gpu.signature import sourced
 from saccade.ops.attention.hopper import backward_d256, configs, nonfinite
 from saccade.ops.attention.hopper.backward import BackwardMeta, attention_backward
 from saccade.ops.attention.hopper.backward_d256 import attention_backward_keys
+from saccade.ops.attention.hopper.backward_lengths import BackwardLengths
 from saccade.ops.attention.hopper.configs import backward_problem, kernel_problem
 from saccade.ops.attention.hopper.dq_accumulate import (
-    PARTS,
     attention_backward_add_splits,
     attention_backward_begin,
     attention_backward_end,
 )
 from saccade.ops.attention.hopper.forward import ForwardMeta, attention_forward
 from saccade.ops.attention.hopper.gradients import (
-    LONGEST_SIDE,
     QUERY_PASS,
     SUM_TILE,
     BackwardInputs,
     BackwardMemory,
     HopperBackwardCall,
-    WideQueryPass,
 )
 from saccade.ops.attention.triton import host as triton_host
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
-    beside_channels,
-    contiguous,
+    laid_numbers,
     lengths_of,
     numbers_of,
     remembered,
@@ -65,6 +61,7 @@ from saccade.ops.attention.triton.call_spec import (
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Results, Variant, in_order_of
 
 Forward = Callable[[Inputs, Variant], Results]
+Plan = Callable[[Inputs, Variant], TileLists]
 NAMES = ("HEADS_PER_KV_HEAD", "HEAD_DIM", "VALUE_DIM")  # of constants of all calls
 
 
@@ -77,6 +74,7 @@ class HopperForward:
         self.planned = variant.mask != "" and mask_functions(variant.mask).spans_read > 0
         self.alone = brings_three(inputs, variant) and not self.planned
         self.launches: dict[configs.KernelSchedule, Launch] = {}
+        self.families: dict[configs.KernelSchedule, PassFamily] = {}
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Results:
         """All results of a call like the one that was prepared."""
@@ -136,30 +134,35 @@ class ForwardOfLengths:
     """The forward pass of calls of the same lengths and strides."""
 
     def __init__(self, prepared: HopperForward, inputs: Inputs, variant: Variant):
-        self.spec, self.alone = prepared.spec, prepared.alone
-        self.device = inputs.query.device
-        problem = prepared.problem._replace(
-            kv_len=inputs.key.shape[-2], aligned=configs.ends_align(inputs)
-        )
-        self.schedule = chosen = configs.choose(problem)
-        geometry, tile = Geometry.of(inputs), chosen.query_tile
+        self.prepared, self.spec, self.alone = prepared, prepared.spec, prepared.alone
+        problem, spec, geometry = prepared.problem, self.spec, Geometry.of(inputs)
+        kv_len, ends_align = inputs.key.shape[-2], configs.ends_align(inputs)
+        self.schedule = chosen = configs.choose(problem._replace(kv_len=kv_len, aligned=ends_align))
+        tile = chosen.query_tile
         self.planner = None
         if prepared.planned:
             sizes = tile, chosen.kv_tile
             self.planner = Planner(inputs, variant, geometry, sizes, over_keys=True)
         self.memory = results_memory(inputs, variant)
-        self.makers = [memory.make for memory in self.memory if memory is not None]
-        queries, spec = geometry.queries, self.spec
+        written, queries = self.memory.there_are(), geometry.queries
         heads = configs.heads_at_once(
             problem.masked, queries.heads * queries.sequences, queries.slots(tile),
             spec.multiprocessors, spec.constants["HEADS_PER_KV_HEAD"],
             2 * (problem.head_width + problem.value_width) * geometry.lengths()[1],
         )  # fmt: skip
         order = tile_scheduler.order_of(queries, tile, heads)
+        self.numbers = (
+            *order, queries.batch, *numbers_of(inputs[:3]), *laid_numbers(written)
+        )  # fmt: skip
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
-        layouts = (*numbers_of(inputs[:3]), *self.memory.numbers)
-        self.launch = prepared.launch(chosen).of((*order, queries.batch, *layouts))
-        self.recorded = RecordedPass(inputs.query)
+        lengths = Lengths(self.numbers, (self.programs,), written)
+        family = prepared.families.setdefault(chosen, PassFamily())
+        self.recorded = RecordedPass(inputs.query, family, lengths)
+
+    @functools.cached_property
+    def launch(self) -> Launch:
+        """The kernel; calls that go step by step need it."""
+        return self.prepared.launch(self.schedule).of(self.numbers)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Results:
         """All results of such a call."""
@@ -170,8 +173,9 @@ class ForwardOfLengths:
     def _run(
         self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        written = tuple([make() for make in self.makers])
-        counter = tile_scheduler.counter_of(self.device)
+        device = inputs.query.device
+        written = tuple([memory.on(device) for memory in self.memory.there_are()])
+        counter = tile_scheduler.counter_of(device)
         plan = NO_PLAN if self.planner is None else self.planner(inputs, variant)
         tensors = (*brought, *written, *plan.tensors, counter)
         call = inputs, variant, written, plan, counter
@@ -269,6 +273,23 @@ def backward(
     return prepared(inputs, variant, config, passed, wanted_tables, deterministic)
 
 
+class Repeated(NamedTuple):
+    """Triton kernels for what is done once more, because of NaN."""
+
+    queries: Launch
+    keys: Launch
+
+    @staticmethod
+    def of(spec: CallSpec, call: tuple[Inputs, Variant]) -> Repeated:
+        """Those of calls of any lengths: they need not have the best tiles."""
+        queries = nonfinite.attention_backward_nan_safe_queries
+        keys = nonfinite.attention_backward_nan_safe_keys
+        return Repeated(
+            spec.launch(queries, "backward_queries", call, None, short=False),
+            spec.launch(keys, "backward_keys", call, None, short=False),
+        )
+
+
 class HopperBackward:
     """What backward passes share that are alike but for their lengths."""
 
@@ -284,8 +305,10 @@ class HopperBackward:
         self.widths = problem.head_width, problem.value_width
         scored = variant.score != "" or variant.scale <= 0
         self.factor = LOG2_E.value if scored else 1.0 / variant.scale
-        self.launches: dict[Any, tuple[Launch, ...]] = {}
+        self.launches: dict[Any, tuple[Launch, Launch, Launch, Launch]] = {}
         self.compiled: set[Any] = set()  # what was compiled, side by side, before it was started
+        self.families: dict[Any, PassFamily] = {}  # of passes, by the kernels that they start
+        self.again = Repeated.of(spec, (inputs, variant)) if self.nan_safe else None
         self.query_launch = None
         if self.apart:
             self.query_launch = Launch(
@@ -301,9 +324,11 @@ class HopperBackward:
                 BackwardMeta,
             )
 
-    def own_launches(self, chosen: configs.BackwardSchedule, splits: int) -> tuple[Launch, ...]:
-        """The kernels that are Hopper's own, by a schedule, and by how many programs share the
-        query heads of a kv head."""
+    def own_launches(
+        self, chosen: configs.BackwardSchedule, splits: int
+    ) -> tuple[Launch, Launch, Launch, Launch]:
+        """The kernels that are Hopper's own, in the order of `BackwardLaunches`, by a schedule, and
+        by how many programs share the query heads of a kv head."""
         key = chosen._replace(at_once_mb=0), splits  # the former is a matter of order
         found = self.launches.get(key)
         if found is not None:
@@ -338,14 +363,13 @@ class HopperBackward:
         )
         return found
 
-    def planner(
-        self, inputs: Inputs, variant: Variant, geometry: Geometry, sizes: tuple[int, int],
-        over_keys: bool,
-    ) -> Callable[[Inputs, Variant], TileLists]:  # fmt: skip
-        """What plans for the programs of a kernel, where the mask needs it."""
-        if not self.planned:
-            return nothing_planned
-        return Planner(inputs, variant, geometry, sizes, over_keys)
+    def queries_launch(self, inputs: Inputs, variant: Variant) -> Launch | None:
+        """Triton's kernel for the gradients of queries, if there is one: in the ordered form up to
+        128 channels, or for what is done once more."""
+        if self.ordered and not self.apart:
+            kernel, spec = attention_backward_queries, self.spec.at(inputs)
+            return spec.launch(kernel, "backward_queries", (inputs, variant), None, CHAINED=False)
+        return None if self.again is None else self.again.queries
 
 
 OPTIONS = {"num_warps": 4, "num_stages": 1}
@@ -356,112 +380,72 @@ def nothing_planned(inputs: Inputs, variant: Variant) -> TileLists:
     return NO_PLAN
 
 
+class BackwardLaunches(NamedTuple):
+    """The kernels of a backward pass; None where it has none."""
+
+    begin: Launch
+    main: Launch
+    end: Launch
+    add_splits: Launch
+    query_pass: Launch | None
+    nan_safe_keys: Launch | None
+    queries: Launch | None
+    # What plans for programs that stand at keys, at queries, and at those of the query pass.
+    planner: Plan
+    over_keys: Plan
+    over_keys_apart: Plan
+
+
 class BackwardOfLengths:
-    """The backward pass of calls like one another, prepared."""
+    """The backward pass of calls of the same lengths and strides."""
 
     def __init__(
         self, kind: HopperBackward, inputs: Inputs, variant: Variant, passed: BackwardInputs
     ):
-        self.kind, self.spec, self.new = kind, kind.spec.at(inputs), True
-        geometry = self.spec.geometry
-        query_len, kv_len = geometry.lengths()
-        problem = kind.problem._replace(query_len=query_len, kv_len=kv_len)
-        self.in_key_order = configs.in_key_order(problem)
-        self.schedule = chosen = configs.choose_backward(problem)
-        self.tile = tile = chosen.query_tile
-        self.slots = geometry.queries.programs(tile)
-        self.planner = kind.planner(inputs, variant, geometry, (tile, chosen.kv_tile), False)
-        keys, group = geometry.keys, self.spec.constants["HEADS_PER_KV_HEAD"]
-        self.splits = configs.backward_splits(problem, keys, group, self.spec.multiprocessors)
-        self.split_keys = keys._replace(heads=keys.heads * self.splits)  # as programs count heads
-        self.sum_programs = keys.programs(SUM_TILE)
-        self._choose_memory(inputs, passed)
-        order = self._order(problem)
-        self.programs = min(order[0], self.spec.multiprocessors)
-        beside = self.slots, self.side, self.splits, geometry.queries.batch
-        self.numbers = (*order, *beside, *self.layouts)
-        self.present = (
-            passed.grad_lse is not None, passed.residual is not None, self.in_key_order,
-            self.splits > 1,
+        self.kind, self.new = kind, True
+        self.queries = kind.queries_launch(inputs, variant)
+        self.lengths = lengths = BackwardLengths(kind, inputs, passed, self.queries)
+        self.kernels = (
+            lengths.schedule._replace(at_once_mb=0),  # which is a matter of order
+            lengths.splits, lengths.present, None if self.queries is None else self.queries.shared,
         )  # fmt: skip
-        self._launches(inputs, variant)
-        self.query_pass = None
-        if kind.apart:
-            self.query_pass = WideQueryPass(self, inputs, variant)
-        self.recorded = RecordedPass(inputs.query)
+        family = kind.families.setdefault(self.kernels, PassFamily())
+        self.recorded = RecordedPass(inputs.query, family, lengths.of_pass())
+        self.launches: BackwardLaunches | None = None  # of calls that go step by step
 
-    def _choose_memory(self, inputs: Inputs, passed: BackwardInputs) -> None:
-        """What memory a pass takes, and the layouts of all tensors that kernels see rows of."""
-        kind, packed, lse = self.kind, self.spec.packed, passed.lse
-        width, tile, slots = kind.widths[0], self.tile, self.slots
-        self.side = slots * tile * width // LONGEST_SIDE  # rows of partial sums as TMA moves them
-        lie = contiguous if packed else beside_channels  # as `empty_gradients` has them
-        rows = [(tensor.shape, lie(tensor.shape)) for tensor in inputs[:3]]
-        numbers, single = (lse.shape, lse.stride()), torch.float32
-        parts: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
-        if self.splits > 1:
-            for rows_or_batch, heads, *rest in (tensor.shape for tensor in inputs[1:3]):
-                shape = (rows_or_batch, heads * self.splits, *rest)
-                parts.append((shape, contiguous(shape)))
+    @functools.cached_property
+    def spec(self) -> CallSpec:
+        """What the kernels share."""
+        return self.kind.spec._replace(geometry=self.lengths.geometry)
 
-        def memory(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Any:
-            return partial(torch.empty_strided, shape, strides, dtype=dtype, device=lse.device)
+    def _prepare(self, inputs: Inputs, variant: Variant) -> BackwardLaunches:
+        kind, lengths, geometry = self.kind, self.lengths, self.lengths.geometry
 
-        statistics = memory(*numbers, single) if kind.by_triton else None
-        self.makers = (  # of BackwardMemory, in its order
-            *(memory(*layout, inputs.query.dtype) for layout in rows),
-            memory((slots, 2 * tile), (2 * tile, 1), single),
-            statistics,
-            statistics,
-            None if kind.ordered else memory((slots * tile, width), (width, 1), single),
-            memory((), (), torch.int32) if kind.nan_safe else None,
-            memory((slots * PARTS.value,), (1,), torch.int32) if self.in_key_order else None,
-            *(memory(*layout, single) for layout in parts),
-            *[None] * (2 - len(parts)),
+        def of(launch: Launch | None) -> Any:
+            return None if launch is None else launch.of(lengths.numbers, lengths.present)
+
+        def planner(sizes: tuple[int, int], over_keys: bool) -> Plan:
+            if not kind.planned:
+                return nothing_planned
+            return Planner(inputs, variant, geometry, sizes, over_keys)
+
+        apart = QUERY_PASS.query_tile, QUERY_PASS.kv_tile
+        sizes = apart
+        if self.queries is not None:
+            sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
+        begin, main, end, add_splits = kind.own_launches(lengths.schedule, lengths.splits)
+        return BackwardLaunches(
+            of(begin),
+            of(main),
+            of(end),
+            of(add_splits),
+            of(kind.query_launch),
+            of(kind.again and kind.again.keys),
+            of(self.queries),
+            planner((lengths.tile, lengths.schedule.kv_tile), False),
+            planner(sizes, True),
+            planner(apart, True),
         )
-        laid = [*rows, *[numbers] * (2 if kind.by_triton else 0), *parts]
-        self.layouts = (
-            *numbers_of((*inputs[:3], *there_are(passed))),
-            *[number for shape, strides in laid for number in (*shape, *strides)],
-        )
-
-    def _launches(self, inputs: Inputs, variant: Variant) -> None:
-        """The kernels of the pass, for calls of these numbers."""
-        kind, numbers, present, call = self.kind, self.numbers, self.present, (inputs, variant)
-        self.begin, self.main, self.end, self.add_splits = [
-            launch.of(numbers, present) for launch in kind.own_launches(self.schedule, self.splits)
-        ]
-        of_queries: Any = nonfinite.attention_backward_nan_safe_queries
-        more: dict[str, Any] = {}
-        if kind.ordered and not kind.apart:
-            of_queries, more = attention_backward_queries, {"CHAINED": False}
-        self.over_keys = nothing_planned
-        if kind.ordered or kind.nan_safe:
-            # What is done once more, because of NaN, need not have the best tiles.
-            short = None if kind.ordered else False
-            launch = self.spec.launch(
-                of_queries, "backward_queries", call, None, short=short, **more
-            )
-            self.queries = launch.of(numbers, present)
-            sizes = launch.constants["QUERY_TILE"], launch.constants["KV_TILE"]
-            self.query_programs = self.spec.geometry.queries.programs(sizes[0])
-            self.over_keys = kind.planner(inputs, variant, self.spec.geometry, sizes, True)
-        if kind.nan_safe:
-            launch = self.spec.launch(
-                nonfinite.attention_backward_nan_safe_keys, "backward_keys", call, None, short=False
-            )
-            self.nan_safe_keys = launch.of(numbers, present)
-            self.key_programs = self.spec.geometry.keys.programs(launch.constants["KV_TILE"])
-
-    def _order(self, problem: configs.BackwardProblem) -> tuple[int, int, int]:
-        """In which order the kernel takes tiles of keys."""
-        # Of a head: queries, gradients of outputs, float32 partial sums.
-        of_query_head = 8 * self.kind.widths[0] * problem.query_len
-        group = self.spec.constants["HEADS_PER_KV_HEAD"] // self.splits
-        at_once = (self.schedule.at_once_mb << 20) // max(of_query_head * group, 1)
-        tiles = self.split_keys, self.schedule.kv_tile
-        heads = configs.backward_heads_at_once(problem, at_once, *tiles, self.spec.multiprocessors)
-        return tile_scheduler.order_of(*tiles, heads)
 
     def __call__(
         self,
@@ -493,14 +477,18 @@ class BackwardOfLengths:
         return found._replace(sinks=rest.sinks(), tables=tables)
 
     def _run(self, inputs: Inputs, variant: Variant, passed: BackwardInputs) -> BackwardMemory:
-        made: Any = [None if make is None else make() for make in self.makers]
+        if self.launches is None:
+            self.launches = self._prepare(inputs, variant)
+        device = inputs.query.device
+        layouts = self.lengths.memory
+        made: Any = [None if layout is None else layout.on(device) for layout in layouts]
         memory = BackwardMemory(*made)
         call = HopperBackwardCall(self, inputs, variant, passed, memory)
         if self.new:
-            self.new, kernels = False, (self.schedule, self.splits, self.present)
-            if kernels not in self.kind.compiled:
+            self.new = False
+            if self.kernels not in self.kind.compiled:
                 compile_side_by_side(call.run, self.spec.device)
-                self.kind.compiled.add(kernels)
+                self.kind.compiled.add(self.kernels)
         call.run()
         return memory
 

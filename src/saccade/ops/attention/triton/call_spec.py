@@ -21,6 +21,7 @@ from saccade.gpu.kernel_args import (
     view,
 )
 from saccade.gpu.launcher import Launch, current_device
+from saccade.gpu.pass_recorder import MemoryLayout
 from saccade.gpu.signature import Number
 from saccade.gpu.wide_heads import tile_width, width_of
 from saccade.modifiers import intervals
@@ -117,8 +118,20 @@ def numbers_of(tensors: Sequence[Tensor]) -> list[int]:
     return found
 
 
+def laid_numbers(memory: Sequence[MemoryLayout]) -> list[int]:
+    """Shapes and strides of memory, as `numbers_of` finds those of tensors."""
+    found: list[int] = []
+    for shape, strides, _ in memory:
+        found += shape
+        found += strides
+    return found
+
+
 def contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
+    if len(shape) == 4 and 0 not in shape:  # at once: each new length asks
+        _, heads, rows, channels = shape
+        return heads * rows * channels, rows * channels, channels, 1
     found, step = [], 1
     for side in reversed(shape):
         found.append(step)
@@ -133,34 +146,17 @@ def beside_channels(shape: Sequence[int]) -> tuple[int, ...]:
     return of_batch, of_head, of_row, 1
 
 
-class Memory(NamedTuple):
-    """Memory that every call of the same lengths takes: its shape and strides, and what gives
-    it."""
-
-    numbers: tuple[int, ...]
-    make: Callable[[], Tensor]
-
-    @staticmethod
-    def of(
-        shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> Memory:
-        """Memory on a device."""
-        make = partial(torch.empty_strided, shape, strides, dtype=dtype, device=device)
-        return Memory((*shape, *strides), make)
-
-
 class ResultsMemory(NamedTuple):
     """Memory for what a forward pass writes, laid out as `empty_results` has it."""
 
-    output: Memory
-    lse: Memory
-    residual: Memory | None  # int8, as the output
-    largest: Memory | None  # the largest score of each row, as the lse
+    output: MemoryLayout
+    lse: MemoryLayout
+    residual: MemoryLayout | None  # int8, as the output
+    largest: MemoryLayout | None  # the largest score of each row, as the lse
 
-    @property
-    def numbers(self) -> list[int]:
-        """Shapes and strides of all that there are."""
-        return [number for memory in self if memory is not None for number in memory.numbers]
+    def there_are(self) -> list[MemoryLayout]:
+        """All that there are."""
+        return [memory for memory in self if memory is not None]
 
     def placed(self, written: Sequence[Tensor]) -> list[Tensor | None]:
         """The tensors that were made of all that there are, in this order; None for the rest."""
@@ -169,8 +165,8 @@ class ResultsMemory(NamedTuple):
 
     def results(self, written: Sequence[Tensor], inputs: Inputs) -> Results:
         """The results of a call from what its kernel wrote."""
-        if len(written) == 2:
-            return Results(written[0], written[1])
+        if self.largest is None:
+            return Results(*written)
         output, lse, residual, largest = self.placed(written)
         assert output is not None and lse is not None
         if largest is not None:
@@ -181,7 +177,6 @@ class ResultsMemory(NamedTuple):
 def results_memory(inputs: Inputs, variant: Variant) -> ResultsMemory:
     """Memory for the results of a call."""
     query, dim = inputs.query, inputs.value.shape[-1]
-    dtype, device = query.dtype, query.device
     if inputs.cu_seqlens_q is not None:
         tokens, heads, _ = query.shape
         rows: tuple[int, ...] = heads, tokens
@@ -191,12 +186,11 @@ def results_memory(inputs: Inputs, variant: Variant) -> ResultsMemory:
         batch, heads, length, _ = query.shape
         rows, shape = (batch, heads, length), (batch, heads, length, dim)
         strides = beside_channels(shape) if heads_inside(query) else contiguous(shape)
-    wide = accumulate_dtype(dtype)
-    of_rows = Memory.of(rows, contiguous(rows), wide, device)
+    of_rows = MemoryLayout(rows, contiguous(rows), accumulate_dtype(query.dtype))
     return ResultsMemory(
-        Memory.of(shape, strides, dtype, device),
+        MemoryLayout(shape, strides, query.dtype),
         of_rows,
-        Memory.of(shape, strides, torch.int8, device) if variant.residual else None,
+        MemoryLayout(shape, strides, torch.int8) if variant.residual else None,
         of_rows if variant.max_logit else None,
     )
 

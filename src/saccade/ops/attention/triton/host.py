@@ -33,7 +33,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Launch, compile_side_by_side
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
-from saccade.gpu.recording import RecordedPass, tensors_in
+from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
 from saccade.gpu.signature import Number, Stride, sourced
 from saccade.ops.attention.triton import configs
 from saccade.ops.attention.triton.backward_common import SavedForward, attention_row_statistics
@@ -46,6 +46,7 @@ from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
     contiguous,
+    laid_numbers,
     lengths_of,
     memory_like,
     numbers_of,
@@ -72,6 +73,7 @@ class TritonForward:
 
     def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
         self.spec, self.config = CallSpec.of(inputs), config
+        self.families: dict[int, PassFamily] = {}  # by the kernel
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Results:
         """All results of a call like the one that was prepared."""
@@ -114,10 +116,12 @@ class ForwardOfLengths:
         self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
         self.alone = brings_three(inputs, variant) and not self.planner.needed
         self.memory = results_memory(inputs, variant)
-        self.makers = [memory.make for memory in self.memory if memory is not None]
-        layouts = (*numbers_of(inputs[:3]), *self.memory.numbers)
-        self.launch = launch.of((queries.batch, *layouts))
-        self.recorded = RecordedPass(inputs.query)
+        written = self.memory.there_are()
+        numbers = (queries.batch, *numbers_of(inputs[:3]), *laid_numbers(written))
+        self.launch = launch.of(numbers)
+        lengths = Lengths(numbers, (self.programs,), written)
+        family = prepared.families.setdefault(launch.shared, PassFamily())
+        self.recorded = RecordedPass(inputs.query, family, lengths)
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Results:
         """All results of such a call."""
@@ -128,7 +132,8 @@ class ForwardOfLengths:
     def _run(
         self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
-        written = tuple([make() for make in self.makers])
+        device = inputs.query.device
+        written = tuple([memory.on(device) for memory in self.memory.there_are()])
         plan = NO_PLAN if self.alone else self.planner(inputs, variant)
         tensors = (*brought, *written, *plan.tensors)
         call = inputs, variant, written, plan
