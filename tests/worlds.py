@@ -15,13 +15,18 @@ from torch._C._distributed_c10d import FileStore
 
 
 @contextmanager
-def joined(rank: int, world: int, folder: Path, backend: str = "gloo") -> Iterator[None]:
-    """Be one rank of a world, whose processes meet in a file of the folder."""
+def joined(
+    rank: int, world: int, folder: Path, backend: str = "gloo", seconds: float = 60
+) -> Iterator[None]:
+    """Be one rank of a world, whose processes meet in a file of the folder.
+
+    seconds: that a message may take.
+    """
     store = FileStore(str(folder / f"store.{world}"), world)
     if backend == "nccl":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=60)
+        backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=seconds)
     )
     yield
     dist.destroy_process_group()

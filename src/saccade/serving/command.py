@@ -4,14 +4,17 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
 from time import perf_counter
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import torch
+import torch.distributed as dist
 import typer
 from rich import box
 from rich.console import Console, Group
@@ -21,6 +24,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from saccade.serving import launch
 from saccade.serving.engine import Engine
 from saccade.serving.request import Completion, EngineStatistics, Generated, RequestStatistics
 from saccade.serving.scheduler import choose_threads
@@ -189,6 +193,27 @@ WaitingOption = typer.Option(
 TimeOption = typer.Option(
     "--max-seconds", min=0.001, help="Time that a request may take.", rich_help_panel=READ
 )
+RanksOption = typer.Option(
+    "--nproc", min=1, rich_help_panel=RUN,
+    help="Processes that share the model, each with a part of its heads: GPUs 0, 1 … of this host.",
+)  # fmt: skip
+RankTimeOption = typer.Option(
+    "--rank-timeout", min=0.1, help="Seconds that these wait for one another.", rich_help_panel=RUN
+)
+
+
+class Serving(NamedTuple):
+    """What a server is asked to do; picklable, for its ranks."""
+
+    folder: Path
+    host: str
+    port: int
+    api_key: str | None
+    name: str | None
+    chat_template: Path | None
+    limits: tuple[int, int, float]
+    sizes: dict[str, Any]
+    device: str | None
 
 
 def serve(
@@ -207,6 +232,8 @@ def serve(
     device: Annotated[str | None, DeviceOption] = None,
     cuda_graphs: Annotated[bool | None, GraphsOption] = None,
     compile: Annotated[bool | None, CompileOption] = None,
+    nproc: Annotated[int, RanksOption] = 1,
+    rank_timeout: Annotated[float, RankTimeOption] = 300.0,
 ) -> None:
     """Answer OpenAI's HTTP interface with a Hugging Face model, many requests at once.
 
@@ -217,29 +244,74 @@ def serve(
     [bold]Try:[/] saccade serve saccade-demo/huggingface --port 8000 (after saccade demo)
 
     [bold]Then:[/] curl localhost:8000/v1/completions -d '{"prompt": "def "}'
+
+    [bold]Several GPUs:[/] saccade serve DIR --nproc 2
     """
-    try:
-        from saccade.serving import server as servers
-    except ImportError as error:
-        _give_up(f"{error}; pip install 'saccade[serve]'", "serve")
-    limits = servers.ServerLimits(max_body, max_waiting, max_seconds)
     sizes: dict[str, Any] = {
         "max_sequences": max_sequences, "num_pages": num_pages, "max_length": max_length,
         "cuda_graphs": cuda_graphs, "compile": "auto" if compile is None else compile,
-        "max_batch_tokens": max(512, max_sequences),
+        "max_batch_tokens": max(512, max_sequences), "rank_timeout": rank_timeout,
     }  # fmt: skip
+    asked = Serving(
+        model, host, port, api_key, name, chat_template, (max_body, max_waiting, max_seconds),
+        sizes, device,
+    )  # fmt: skip
+    if nproc > 1:
+        gpus = torch.cuda.device_count()
+        if gpus and nproc > gpus:
+            _give_up(f"--nproc: got {nproc}, and PyTorch sees {gpus} GPUs here", "serve")
+        if device is not None and (gpus or device != "cpu"):
+            _give_up(f"--device: got {device} beside --nproc, which takes the first GPUs", "serve")
+        status = launch.run_ranks(answer, [asked], nproc, rank_timeout)
+    else:
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:  # of torchrun
+            launch.join(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), rank_timeout)
+        status = answer(asked)
+    if status:
+        raise typer.Exit(status)
+
+
+def answer(asked: Serving) -> int:
+    """Answer over HTTP until stopped, or be another rank of a server that does.
+
+    Returns:
+        An exit status.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
     try:
-        loaded, tokenizer = load(model, device)
-        if chat_template is not None:
-            tokenizer.chat_template = chat_template.read_text(encoding="utf-8")
-        engine = Engine(loaded, tokenizer, **sizes)
+        from saccade.serving import server as servers
+    except ImportError as error:
+        return _refused(f"{error}; pip install 'saccade[serve]'", rank)
+    try:
+        loaded, tokenizer = load(asked.folder, asked.device)
+        if asked.chat_template is not None:
+            tokenizer.chat_template = asked.chat_template.read_text(encoding="utf-8")
+        engine = Engine(loaded, tokenizer, **asked.sizes)
     except (TypeError, ValueError, OSError, ImportError) as error:
-        _give_up(str(error), "serve")
-    served = servers.Server(
-        engine, tokenizer, name=name or model.resolve().name, api_key=api_key, limits=limits
-    )
-    typer.echo(engine.explain(), err=True)
-    servers.run(served, host, port)
+        return _refused(str(error), rank)
+    try:
+        if rank:
+            engine.follow()
+            return 0
+        name = asked.name or asked.folder.resolve().name
+        served = servers.Server(
+            engine, tokenizer, name=name, api_key=asked.api_key,
+            limits=servers.ServerLimits(*asked.limits),
+        )  # fmt: skip
+        typer.echo(engine.explain(), err=True)
+        servers.run(served, asked.host, asked.port)
+        engine.close()
+    except RuntimeError as error:
+        if not engine.failure:
+            raise
+        return _refused(str(error), rank)
+    return 0
+
+
+def _refused(message: str, rank: int) -> int:
+    of_rank = f"rank {rank}: " if rank else ""
+    typer.secho(f"saccade serve: {of_rank}{message}", fg=typer.colors.RED, err=True)
+    return 2
 
 
 class Watch:
@@ -383,6 +455,8 @@ def run(
 def load(folder: Path, device: str | None) -> tuple[Any, Any]:
     """The model and the tokenizer of a folder; nothing is downloaded, and no code of it runs.
 
+    Where a process group is there, the ranks share the model out.
+
     Raises:
         ImportError: without transformers.
         ValueError: for a folder without a model, and a device that is not there.
@@ -395,12 +469,20 @@ def load(folder: Path, device: str | None) -> tuple[Any, Any]:
             "models need transformers (pip install 'saccade[transformers]')"
         ) from error
     disable_progress_bar()  # a folder on disk is read in no time, and --quiet is quiet
-    where = _device(device)
     if not (folder / "config.json").is_file():
         raise ValueError(f"{folder} holds no config.json; a model's folder has one")
     tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype="auto")
-    return model.to(where), tokenizer
+    options: dict[str, Any] = {"local_files_only": True, "dtype": "auto"}
+    if dist.is_initialized():
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        if not find_spec("accelerate"):  # transformers' own message names no part of it
+            raise ImportError("models over ranks need accelerate (pip install 'saccade[serve]')")
+        config = DistributedConfig(tp_size=dist.get_world_size())
+        options["distributed_config"] = config
+        return AutoModelForCausalLM.from_pretrained(folder, **options), tokenizer
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, **options)
+    return model.to(_device(device)), tokenizer
 
 
 def _device(name: str | None) -> torch.device:

@@ -229,11 +229,12 @@ def read_batch_sizes(sizes: Sequence[int] | None, most: int, *, padded: bool) ->
     return sorted(set(sizes))
 
 
-def why_eager(model: PackedModel, asked: bool | None) -> str:
+def why_eager(model: PackedModel, asked: bool | None, ranks: int = 1) -> str:
     """Why steps are not captured; "" where they are.
 
     Args:
         asked: None: where there are graphs.
+        ranks: that share the model.
 
     Raises:
         ValueError: where graphs are asked for and there are none.
@@ -245,6 +246,8 @@ def why_eager(model: PackedModel, asked: bool | None) -> str:
         return f"the model is on {device}, where there are no CUDA graphs"
     if model.states:
         return "layers keep states, of which the host says in each step which are whose"
+    if ranks > 1 and asked is None:
+        return f"{ranks} ranks send messages in a step; cuda_graphs=True captures these as well"
     return "cuda_graphs is False" if asked is False else ""
 
 

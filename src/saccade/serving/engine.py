@@ -3,359 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import threading
-import time
-from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
 
-import torch
 from typing_extensions import Unpack
 
 from saccade import PagedCache
-from saccade.serving import decoding
 from saccade.serving.compiled_layers import compile_layers, read_compile
-from saccade.serving.decode_steps import (
-    Decoder,
-    LaneNumbers,
-    Row,
-    everyone,
-    read_batch_sizes,
-    why_eager,
-)
-from saccade.serving.decoding import (
-    Chosen,
-    Lanes,
-    Sampling,
-    TextStream,
-    Tokenizer,
-    Traits,
-    check_number,
-)
+from saccade.serving.decode_steps import Decoder, read_batch_sizes, why_eager
+from saccade.serving.decoding import Lanes, Sampling, TextStream, Tokenizer, check_number
 from saccade.serving.merged_products import check_merged
-from saccade.serving.model import BatchStep, PackedModel
+from saccade.serving.model import PackedModel
+from saccade.serving.rank_workers import FollowingWorker, worker_for
+from saccade.serving.ranks import Arrival, read_ranks
 from saccade.serving.request import (
     Completion,
-    Counts,
     EngineStatistics,
     Generated,
     Limits,
     Prompt,
     Request,
     RequestOptions,
-    RequestState,
-    TokenLogprob,
     check_options,
     list_prompts,
     read_limits,
     read_prompt,
     read_sampling,
 )
-from saccade.serving.scheduler import (
-    Capacity,
-    Chunk,
-    Preemption,
-    Scheduler,
-    StepPlan,
-    make_capacity,
-)
+from saccade.serving.scheduler import Capacity, Preemption, Scheduler, make_capacity
 from saccade.serving.states import explain_states
-
-R = TypeVar("R")
-
-UNUSED = Sampling()  # of a row that is only looked at
-
-
-class Drawn(NamedTuple):
-    """Tokens drawn from the logits of a chunk's last row, for its request and its followers.
-
-    `tokens` is empty where a logit is NaN or inf.
-    """
-
-    chunk: Chunk
-    requests: list[Request]
-    tokens: list[int]
-    logprobs: list[TokenLogprob | None]
-
-    @property
-    def finite(self) -> bool:
-        """Whether the logits were finite."""
-        return bool(self.tokens)
-
-
-class UnderWay(NamedTuple):
-    """A step that the device computes, or has computed, and nobody has looked at.
-
-    Attributes:
-        requests: that draw from each chunk's last row.
-        chosen: their tokens one after the other, on the host once `done` has come.
-    """
-
-    plan: StepPlan
-    requests: list[list[Request]]
-    chosen: Chosen
-    done: torch.cuda.Event | None
-
-    @classmethod
-    def of(cls, plan: StepPlan, requests: list[list[Request]], chosen: Chosen) -> UnderWay:
-        """What is copied to the host as soon as it is there."""
-        # A graph writes the next step's tokens to the same addresses.
-        copies = (
-            None if each is None else each.to("cpu", non_blocking=True, copy=True)
-            for each in chosen
-        )
-        copied = Chosen(*copies)  # pyright: ignore[reportArgumentType]  # tokens are always there
-        if chosen.tokens.device.type != "cuda":
-            return cls(plan, requests, copied, None)
-        done = torch.cuda.Event()
-        done.record()
-        return cls(plan, requests, copied, done)
-
-    def look(self) -> list[Drawn]:
-        """Wait for the tokens, and give each chunk its own."""
-        if self.done is not None:
-            self.done.synchronize()
-        tokens, row = self.chosen.tokens.tolist(), 0
-        found = []
-        for chunk, requests in zip(self.plan.chunks, self.requests, strict=True):
-            rows = range(row, row + len(requests))
-            row = rows.stop
-            drawn = [tokens[number] for number in rows if tokens[number] >= 0]
-            logprobs = [
-                self._logprob(number, tokens[number], request)
-                for number, request in zip(rows, requests, strict=True)
-            ]
-            found.append(Drawn(chunk, requests, drawn, logprobs))
-        return found
-
-    def _logprob(self, row: int, token: int, request: Request) -> TokenLogprob | None:
-        most = request.sampling.logprobs
-        if most is None or self.chosen.logprobs is None or self.chosen.likeliest is None:
-            return None
-        of_chosen, *others = self.chosen.logprobs[row, : 1 + most].tolist()
-        likeliest = self.chosen.likeliest[row, :most].tolist()
-        return TokenLogprob(token, of_chosen, list(zip(likeliest, others, strict=True)))
-
-
-class Worker:
-    """Takes a step: plans it, computes it, checks the logits and hands out tokens.
-
-    An exception or interrupt in any line of that loses no request: all that is kept of a request
-    is its prompt and what it has written. The next call begins again from there, and finds most of
-    what was computed in the prefix cache.
-
-    Args:
-        options: of `saccade.attention_paged`.
-        ahead: whether a step is begun before the tokens of the one before are looked at.
-    """
-
-    def __init__(
-        self, model: PackedModel, cache: PagedCache, scheduler: Scheduler, decoder: Decoder,
-        lanes: Lanes, options: Mapping[str, Any], *, ahead: bool,
-    ):  # fmt: skip
-        self._model, self._cache, self._scheduler = model, cache, scheduler
-        self._decoder, self._lanes, self._options = decoder, lanes, options
-        self._lane_numbers = LaneNumbers(lanes)
-        self._ahead = ahead
-        self._under_way: UnderWay | None = None
-        scheduler.weights_version = model.weights_version()
-        self._counts = Counts()
-        # Requests that no step has seen yet: submitting waits for no step that is being computed.
-        self._submitted: deque[Request] = deque()
-        self._lock = threading.RLock()
-        self._half_done = False  # whether an exception now leaves a step half done
-
-    def submit(self, request: Request) -> None:
-        """One more request, with those that follow it; from any thread."""
-        self._submitted.append(request)
-
-    def step(self) -> bool:
-        """Take one step; False if there was nothing to do."""
-        return self._exclusively(self._take_step)
-
-    def cancel(self, request: Request) -> None:
-        """End a request that is not wanted any more."""
-
-        def cancelled() -> None:
-            if request.state is not RequestState.DONE:
-                self._take_in()
-                self._end(request, "cancelled")
-
-        self._exclusively(cancelled)
-
-    def statistics(self) -> EngineStatistics:
-        """What there is now, and what was done so far."""
-        with self._lock:
-            self._recover()
-            counts = self._counts
-            return EngineStatistics(
-                waiting=len(self._scheduler.waiting) + len(self._submitted),
-                running=len(self._scheduler.running),
-                preemptions=self._scheduler.preemptions,
-                pages=sum(self._cache.num_pages),
-                states=self._cache.num_states,
-                tokens_per_second=counts.new_tokens / counts.busy if counts.busy else 0.0,
-                cache=self._cache.statistics(),
-                **vars(counts),
-            )
-
-    def _exclusively(self, work: Callable[[], R]) -> R:
-        """Do something that changes the engine, while no other thread does."""
-        with self._lock:
-            self._recover()
-            self._half_done = True
-            result = work()
-            self._half_done = False
-            return result
-
-    def _recover(self) -> None:
-        """Begin again with all requests that are not done, if a step is left half done."""
-        if not self._half_done:
-            return
-        self._under_way = None  # what it gives is drawn again, by the same numbers
-        self._lane_numbers.clear()
-        for request in self._scheduler.recover():
-            try:
-                request.restart()
-                reason, error = request.outcome(), None
-            except Exception as problem:  # of the tokenizer
-                reason, error = "error", problem
-            if reason is not None:
-                self._end(request, reason, error)
-        self._half_done = False
-
-    def _look_at_weights(self) -> None:
-        """Begin again with all requests if weights were written: what was computed is by others."""
-        version = self._model.weights_version()
-        if version != self._scheduler.weights_version:
-            self._scheduler.weights_version = version
-            self._recover()
-            self._half_done = True
-
-    def _take_in(self) -> None:
-        while self._submitted:
-            if not self._scheduler.knows(self._submitted[0]):
-                self._scheduler.add(self._submitted[0])
-            self._submitted.popleft()  # the last, so that an interrupt loses none
-
-    def _take_step(self) -> bool:
-        """Begin a step, and look at what one before it gave: at the same if nothing is to follow
-        before that."""
-        if self._submitted:
-            self._look_at_weights()
-        self._take_in()
-        begin = time.perf_counter()
-        under_way, following = self._under_way, None
-        if under_way is None:
-            plan = self._scheduler.plan()
-            if plan is None:
-                return False
-            self._lane_numbers.keep(everyone(self._scheduler.running))
-            under_way = self._begin(plan)
-            if self._ahead and plan.can_be_followed:
-                self._under_way = under_way
-                self._counts.busy += time.perf_counter() - begin
-                return True
-        else:
-            plan = self._scheduler.plan_ahead(under_way.plan)
-            self._lane_numbers.keep(everyone(self._scheduler.running))
-            following = None if plan is None else self._begin(plan)
-        self._finish(under_way)
-        self._under_way = following
-        self._counts.busy += time.perf_counter() - begin
-        return True
-
-    def _begin(self, plan: StepPlan) -> UnderWay:
-        """Hand the device the forward pass, and what draws tokens from the rows' logits."""
-        self._counts.steps += 1
-        self._counts.rows += plan.rows
-        if plan.decodes:
-            requests = [chunk.request for chunk in plan.chunks]
-            lanes = [self._lane_numbers.of(request) for request in requests]
-            self._decoder.say(plan.chunks, lanes, ahead=plan.ahead)
-            traits = Traits.of_any([request.sampling.traits for request in requests])
-            chosen = self._decoder.run(traits)
-            return UnderWay.of(plan, [[request] for request in requests], chosen)
-        return self._begin_prompts(plan)
-
-    def _begin_prompts(self, plan: StepPlan) -> UnderWay:
-        step = BatchStep(
-            self._cache, plan, self._model.numbers, self._options, self._model.states_of_layers
-        )
-        if not all([chunk.known for chunk in plan.chunks]):
-            lanes = [
-                self._lanes.spare if chunk.known else self._lane_numbers.of(chunk.request)
-                for chunk in plan.chunks
-            ]
-            step.take_last(self._lanes.last_tokens, lanes)
-        logits = self._model.logits(step)
-        drawing: list[list[Request]] = []
-        rows: list[Row] = []
-        of_chunk: list[int] = []
-        for number, chunk in enumerate(plan.chunks):
-            requests = [chunk.request, *chunk.request.followers] if chunk.draws else [chunk.request]
-            drawing.append(requests)
-            for request in requests:
-                lane = self._lane_numbers.of(request) if chunk.draws else self._lanes.spare
-                sampling = request.sampling if chunk.draws else UNUSED
-                rows.append(Row(0, -1, chunk.given - 1, lane, sampling))
-                of_chunk.append(number)
-        if len(rows) > len(plan.chunks):
-            logits = logits[of_chunk]
-        settings = self._decoder.say_rows(rows)
-        traits = Traits.of_any([row.sampling.traits for row in rows])
-        with torch.inference_mode():
-            chosen = decoding.choose(logits, settings, traits, self._lanes)
-        return UnderWay.of(plan, drawing, chosen)
-
-    def _finish(self, under_way: UnderWay) -> None:
-        """Look at what a step gave; requests that ended meanwhile are none of its business."""
-        drawn = [
-            each for each in under_way.look()
-            if each.chunk.request.state is not RequestState.DONE
-        ]  # fmt: skip
-        # Other requests may find what was computed only if its logits are finite.
-        self._scheduler.commit([each.chunk for each in drawn if each.finite])
-        for each in drawn:
-            if each.finite and each.chunk.draws:
-                self._scheduler.fork(each.chunk.request)
-        for each in drawn:
-            if not each.finite:
-                self._fail(each)
-            elif each.chunk.draws:
-                given = zip(each.requests, each.tokens, each.logprobs, strict=True)
-                for request, token, logprob in given:
-                    self._accept(request, token, logprob)
-
-    def _accept(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
-        """Hand a request its new token; an error in that ends this request alone."""
-        first = not request.generated
-        try:
-            reason = request.accept(token, logprob)
-        except Exception as error:
-            self._end(request, "error", error)
-            return
-        self._counts.new_tokens += 1
-        if first:
-            self._counts.prompt_tokens += len(request.prompt)
-            self._counts.cached_tokens += request.computed_from_cache
-        if reason is not None:
-            self._end(request, reason)
-
-    def _fail(self, drawn: Drawn) -> None:
-        """End a request whose logits are NaN or inf, and those that wait for its prompt."""
-        error = FloatingPointError(
-            "logits: the model gave NaN or inf for this request; pages that it computed or shared "
-            "are not used again"
-        )
-        self._scheduler.forget_computed(drawn.chunk.request)
-        for request in reversed([*everyone([drawn.chunk.request])]):
-            self._end(request, "error", error)
-
-    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
-        request.finish(reason, error)
-        self._scheduler.remove(request)
-        self._counts.done += 1
 
 
 class Engine:
@@ -399,6 +75,7 @@ class Engine:
             kernels are compiled before requests come. None: with cuda_graphs.
         progress: whether a bar is shown on the standard error, if that is a terminal, while
             kernels are compiled and steps captured.
+        rank_timeout: seconds that ranks wait for one another, of a model that is shared out.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes; also for a model
@@ -424,7 +101,7 @@ class Engine:
     cache: PagedCache
     num_pages: int
 
-    def __init__(
+    def __init__(  # breaks function-length: a third of it lists arguments
         self,
         model: Any,
         tokenizer: Tokenizer | None = None,
@@ -447,12 +124,14 @@ class Engine:
         run_ahead: bool | None = None,
         warm_up: bool | None = None,
         progress: bool = True,
+        rank_timeout: float = 300.0,
     ):
         if preemption not in ("swap", "recompute"):
             raise ValueError(f'preemption: got {preemption!r}, takes "swap" or "recompute"')
         check_number("max_sequences", max_sequences, least=1)
         check_number("max_batch_tokens", max_batch_tokens, least=max_sequences)
-        self._model = PackedModel(model)
+        self._ranks = read_ranks(model, rank_timeout, merge_products)
+        self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
         if max_length is None:
             max_length = self._model.longest or 2**20
@@ -460,7 +139,7 @@ class Engine:
         self.max_length = max_length
         self.cache = make_capacity(
             capacity, self._model, sequences=max_sequences, longest=max_length,
-            rows=max_batch_tokens, swaps=preemption == "swap",
+            rows=max_batch_tokens, swaps=preemption == "swap", ranks=self._ranks,
         )  # fmt: skip
         self.num_pages, self._tokenizer = sum(self.cache.num_pages), tokenizer
         # Where there are states, there is one for each sequence that runs.
@@ -470,18 +149,30 @@ class Engine:
             preemption=preemption,
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
-        reason = why_eager(self._model, cuda_graphs)
+        reason = why_eager(self._model, cuda_graphs, self.ranks)
         asked = read_compile(compile, by_default=not reason)
+        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
+        if self._ranks is not None:  # before any of them takes a step
+            self._ranks.agree({
+                "model": f"{self._model.name}, {self._model.layers}", "options": options,
+                "tokenizer": "none" if tokenizer is None else type(tokenizer).__name__,
+                "pages": (self.cache.num_pages, page_size, page_dtype, preemption, host_pages),
+                "sizes": (max_batch_tokens, max_sequences, max_length, sizes),
+                "run_ahead": run_ahead, "warm_up": warm_up, "compile": asked, "steps": reason,
+            })  # fmt: skip
         self._layers = check_merged(self._model, page_size, options, merge_products, asked)
         self._layers += compile_layers(self._model, page_size, options, progress) if asked else ""
         lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
-        sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
         tries = not reason if warm_up is None else warm_up
         self._decoder.warm_up(max_batch_tokens if tries else 0, progress)
-        self._worker = Worker(
-            self._model, self.cache, self._scheduler, self._decoder, lanes, options,
-            ahead=not reason if run_ahead is None else run_ahead,
+        ahead = not reason if run_ahead is None else run_ahead
+        if self._ranks is not None:
+            layers = "compiled" if self._model.has_step_layers else "the model's"
+            self._ranks.agree({"steps": self._decoder.reason or "captured", "layers": layers})
+        self._worker = worker_for(
+            self._ranks, self._model, self.cache, self._scheduler, self._decoder, lanes, options,
+            ahead=ahead,
         )  # fmt: skip
         self._arrivals = itertools.count()
 
@@ -523,6 +214,7 @@ class Engine:
         The samples share the prompt's pages and copy one only where they write into it. Sample i
         has the seed `seed + i`; the other options are those of `submit`.
         """
+        self._check_rank("submit")
         check_number("n", n, least=1)
         if n > self.max_sequences:
             raise ValueError(f"n: got {n}, takes at most max_sequences, {self.max_sequences}")
@@ -535,8 +227,7 @@ class Engine:
         samples = []
         for sample in range(n):
             sampling = read_sampling(options, seed + sample, self._model.vocabulary)
-            stream = TextStream(self._tokenizer, limits.stop_strings) if self._tokenizer else None
-            samples.append(Request(next(self._arrivals), tokens, sampling, limits, stream))
+            samples.append(self._request(next(self._arrivals), tokens, sampling, limits))
         leader, *leader.followers = samples
         self._worker.submit(leader)
         return [Completion(request, self.step, self._worker.cancel) for request in samples]
@@ -569,7 +260,41 @@ class Engine:
         An exception loses no request, in whichever line it comes: with the next call all begin
         again, from what they have written so far.
         """
+        self._check_rank("step")
         return self._worker.step()
+
+    def follow(self) -> None:
+        """Take the steps that rank 0 takes, until it closes its engine: on all other ranks.
+
+        Raises:
+            RuntimeError: where rank 0 has failed or ended, or this rank has.
+        """
+        if not isinstance(self._worker, FollowingWorker):
+            raise RuntimeError(
+                f"follow: got rank {self.rank} of {self.ranks}, takes another rank than 0, "
+                "which takes requests and steps"
+            )
+        self._worker.follow(self._arrived)
+
+    def close(self) -> None:
+        """End: other ranks return from `follow`. One process alone has nothing to end."""
+        if self._ranks is not None:
+            self._ranks.close()
+
+    @property
+    def ranks(self) -> int:
+        """How many processes share the model."""
+        return 1 if self._ranks is None else self._ranks.count
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is; requests come in at rank 0."""
+        return 0 if self._ranks is None else self._ranks.rank
+
+    @property
+    def failure(self) -> str:
+        """Why this engine takes no more steps, as a rank has failed; "" where it does."""
+        return "" if self._ranks is None else self._ranks.failure
 
     def statistics(self) -> EngineStatistics:
         """What the engine holds now, and what it has done so far."""
@@ -577,8 +302,30 @@ class Engine:
 
     def explain(self) -> str:
         """How steps run, and why."""
-        said = self._decoder.explain(), self._layers, explain_states(self._model, self.cache)
+        said = [self._decoder.explain(), self._layers, explain_states(self._model, self.cache)]
+        if self._ranks is not None:
+            said.append(self._ranks.explain([layer.kv_heads for layer in self._model.layers]))
         return "\n".join(filter(None, said))
+
+    def _check_rank(self, name: str) -> None:
+        if self.rank:
+            raise RuntimeError(
+                f"{name}: got rank {self.rank} of {self.ranks}, takes rank 0: the others follow()"
+            )
+
+    def _request(
+        self, number: int, tokens: list[int], sampling: Sampling, limits: Limits
+    ) -> Request:
+        stream = TextStream(self._tokenizer, limits.stop_strings) if self._tokenizer else None
+        return Request(number, tokens, sampling, limits, stream)
+
+    def _arrived(self, arrival: Arrival) -> Request:
+        """A request that came in at rank 0, with those that follow it."""
+        leader, *leader.followers = [
+            self._request(number, arrival.prompt, sampling, arrival.limits)
+            for number, sampling in arrival.samplings.items()
+        ]
+        return leader
 
     def _checked(self, prompt: Prompt, options: RequestOptions) -> tuple[list[int], Limits]:
         """The prompt's tokens, and when the request is done; refuses what can never be served."""

@@ -270,12 +270,13 @@ class PackedModel:
     Args:
         model: any whose attention goes through transformers' AttentionInterface; it is set to
             "saccade" and otherwise used as it is.
+        latents: whether layers that have latents keep these; not where weights are shared out.
 
     Raises:
         TypeError, ValueError: if it is no such model.
     """
 
-    def __init__(self, model: Any):
+    def __init__(self, model: Any, *, latents: bool = True):
         integrations.transformers.register()
         self.name = type(model).__name__
         self.state_layers = _check_kind(model)
@@ -287,7 +288,7 @@ class PackedModel:
         self.vocabulary: int = config.vocab_size
         self.longest: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = model.device
-        self.latent_layers = integrations.transformers.LatentLayers.of(model)
+        self.latent_layers = integrations.transformers.LatentLayers.of(model) if latents else None
         layers = self._layers_found()
         self.numbers = {index: number for number, index in enumerate(layers)}
         self.layers = list(layers.values())
@@ -321,6 +322,11 @@ class PackedModel:
     def call_with(self, layers: StepLayers | None) -> None:
         """From now on steps are called with other layers than the model has; None: with these."""
         self._step_layers = layers
+
+    @property
+    def has_step_layers(self) -> bool:
+        """Whether steps are called with other layers."""
+        return self._step_layers is not None
 
     def check_mode(self) -> None:
         """Refuse a model that was put into training mode since, if it drops activations then."""

@@ -24,6 +24,7 @@ from saccade.serving.request import Request, RequestState
 
 if TYPE_CHECKING:
     from saccade.serving.model import LayerShape, PackedModel
+    from saccade.serving.ranks import Ranks
 
 Preemption = Literal["swap", "recompute"]
 by_age = operator.attrgetter("number")
@@ -417,13 +418,15 @@ class Capacity(NamedTuple):
 
 
 def make_capacity(
-    capacity: Capacity, model: PackedModel, *, sequences: int, longest: int, rows: int, swaps: bool
-) -> PagedCache:
+    capacity: Capacity, model: PackedModel, *, sequences: int, longest: int, rows: int, swaps: bool,
+    ranks: Ranks | None = None,
+) -> PagedCache:  # fmt: skip
     """A cache with as many pages for each group of layers as it can use and the machine has.
 
     Args:
         sequences, longest: how many run at once, and the tokens of the longest.
         rows: of one step at most. swaps: whether sequences are swapped out.
+        ranks: that share the model; all have as many pages as the one with least memory.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -435,7 +438,10 @@ def make_capacity(
         window: sequences * most_pages(longest, window, capacity.page_size, rows)
         for window in dict.fromkeys(windows)
     }
-    num_pages, num_states = _num_pages(capacity, model, dtype, useful, sequences)
+    free = _free_memory(model.device)
+    if ranks is not None:
+        free = min(ranks.gather(free))
+    num_pages, num_states = _num_pages(capacity, model, dtype, useful, sequences, free)
     host_pages: int | dict[int | None, int] = num_pages if swaps else 0
     if capacity.host_pages is not None:
         host_pages = capacity.host_pages
@@ -448,9 +454,12 @@ def make_capacity(
 
 def _num_pages(
     capacity: Capacity, model: PackedModel, dtype: Any, useful: dict[int | None, int],
-    sequences: int,
+    sequences: int, free: int,
 ) -> tuple[dict[int | None, int], int]:  # fmt: skip
-    """Pages for each group of layers, and states, in proportion to what they can use."""
+    """Pages for each group of layers, and states, in proportion to what they can use.
+
+    free: bytes that may be taken unasked.
+    """
     num_states = STATES_OF_EACH * sequences
     if capacity.num_pages is not None:
         if capacity.memory is not None:
@@ -473,7 +482,7 @@ def _num_pages(
     all_useful = sum(useful[window] * of_page[window] for window in useful) + num_states * of_states
     memory = capacity.memory
     if memory is None:
-        memory = min(all_useful, _free_memory(model.device))
+        memory = min(all_useful, free)
     else:
         check_number("memory", memory, least=0)
         least = sum(of_page.values()) + of_states

@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 import logging
+import sys
 import threading
 import time
 import uuid
@@ -77,6 +78,8 @@ class Driver:
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="saccade-engine", daemon=True)
         self.unfinished = 0  # choices that were taken and not left; the event loop's own count
+        self.failure: Exception | None = None  # since which nothing is served
+        self.when_failed: Callable[[], None] = lambda: None
 
     def start(self) -> None:
         """Begin, from the event loop that answers."""
@@ -96,8 +99,12 @@ class Driver:
         for each in served:
             each.inbox = inbox
         with self._wake:
-            self._arrived.append(served)
-            self._wake.notify()
+            if self.failure is None:
+                self._arrived.append(served)
+                self._wake.notify()
+            else:
+                for each in served:
+                    inbox.put_nowait(_failed(each, self.failure))
         return inbox
 
     def leave(self, served: Sequence[Served]) -> None:
@@ -116,17 +123,20 @@ class Driver:
                 while self._arrived:
                     self._served += self._arrived.popleft()
                 left = {self._left.popleft() for _ in range(len(self._left))}
-            if self._stopping:
-                left |= set(self._served)
-            for each in left:
-                each.completion.cancel()
-            self._served = [each for each in self._served if each not in left]
-            if self._stopping:
-                return
             try:
+                if self._stopping:
+                    left |= set(self._served)
+                for each in left:
+                    each.completion.cancel()
+                self._served = [each for each in self._served if each not in left]
+                if self._stopping:
+                    return
                 self.engine.step()
                 failures = 0
             except Exception as error:
+                if self.engine.failure:
+                    self._give_up(error)
+                    return
                 failures += 1
                 log.exception("a step failed")
                 if failures >= MOST_FAILURES:
@@ -134,12 +144,23 @@ class Driver:
                     failures = 0
             self._hand_out()
 
+    def _give_up(self, error: Exception) -> None:
+        """Answer everybody with the error: a rank has failed, and no step can be taken."""
+        log.error("%s", error)
+        with self._wake:
+            self.failure = error
+            while self._arrived:
+                self._served += self._arrived.popleft()
+        self._send([(each, _failed(each, error)) for each in self._served])
+        self._served = []
+        self.when_failed()
+
     def _end_all(self, error: Exception) -> None:
         """End what runs, since its steps fail again and again; what waits goes on."""
         for each in self._served:
             if each.completion.statistics.state == "running":
                 each.completion.cancel()
-                self._send([(each, News(each.index, "", 0, (), "error", error))])
+                self._send([(each, _failed(each, error))])
         self._served = [each for each in self._served if not each.completion.done]
 
     def _hand_out(self) -> None:
@@ -161,6 +182,10 @@ class Driver:
         assert self._loop is not None  # it was started
         with suppress(RuntimeError):  # the loop is closed, and nobody waits
             self._loop.call_soon_threadsafe(deliver)
+
+
+def _failed(served: Served, error: Exception) -> News:
+    return News(served.index, "", 0, (), "error", error)
 
 
 class Meter:
@@ -221,6 +246,7 @@ class Server:
 
     Attributes:
         app: the ASGI application.
+        driver: the thread that takes the engine's steps.
     """
 
     def __init__(
@@ -229,7 +255,7 @@ class Server:
     ):  # fmt: skip
         self._engine, self._tokenizer, self._name = engine, tokenizer, name
         self._api_key, self._limits = api_key, limits
-        self._driver, self._meter, self._created = Driver(engine), Meter(), int(time.time())
+        self.driver, self._meter, self._created = Driver(engine), Meter(), int(time.time())
         self.app = Starlette(
             routes=[
                 Route("/health", self._health),
@@ -244,9 +270,9 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, app: Starlette) -> AsyncIterator[None]:
-        self._driver.start()
+        self.driver.start()
         yield
-        await run_in_threadpool(self._driver.stop)
+        await run_in_threadpool(self.driver.stop)
 
     def _guarded(self, handler: Callable[[Request], Any]) -> Callable[[Request], Any]:
         """A handler for those who have the key, whose refusals are answers."""
@@ -278,7 +304,7 @@ class Server:
         return JSONResponse({"status": "ok"})
 
     async def _metrics(self, request: Request) -> Response:
-        text = await run_in_threadpool(self._meter.text, self._engine, self._driver.unfinished)
+        text = await run_in_threadpool(self._meter.text, self._engine, self.driver.unfinished)
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
     async def _models(self, request: Request) -> Response:
@@ -326,19 +352,19 @@ class Server:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         wanted = len(asked.prompts) * asked.n
         most = self._engine.max_sequences + self._limits.waiting
-        if self._driver.unfinished + wanted > most:
+        if self.driver.unfinished + wanted > most:
             raise RefusedError(429, f"too many requests: {most} choices at once are served")
-        self._driver.unfinished += wanted
+        self.driver.unfinished += wanted
         try:
             served = await run_in_threadpool(self._submit, asked)
         except BaseException:
-            self._driver.unfinished -= wanted
+            self.driver.unfinished -= wanted
             raise
         answer = Answer(asked, self._tokenizer, self._name, uuid.uuid4().hex, int(time.time()))
-        news = self._news(request, len(served), self._driver.serve(served))
+        news = self._news(request, len(served), self.driver.serve(served))
         if asked.stream:
             events = self._stream(answer, asked, served, news)
-            return EventStream(events, lambda: self._driver.leave(served))
+            return EventStream(events, lambda: self.driver.leave(served))
         try:
             came: list[list[News]] = [[] for _ in served]
             async for each in news:
@@ -346,7 +372,7 @@ class Server:
                     raise RefusedError(500, f"the model failed: {each.error}")
                 came[each.choice].append(each)
         finally:
-            self._driver.leave(served)
+            self.driver.leave(served)
         return JSONResponse(answer.whole(came, self._usage(asked, served)))
 
     def _submit(self, asked: Asked) -> list[Served]:
@@ -463,14 +489,30 @@ async def _has_left(request: Request) -> None:
         pass
 
 
+STARTUP_FAILURE = 3  # uvicorn's own exit status
 SHUTDOWN_SECONDS = 60  # that requests under way may take once the server is asked to stop
 
 
 def run(server: Server, host: str, port: int) -> None:
-    """Serve until a signal asks to stop: what is under way is answered first."""
+    """Serve until a signal asks to stop: what is under way is answered first.
+
+    Raises:
+        RuntimeError: where a rank has failed; everybody was answered so.
+    """
     import uvicorn
 
-    uvicorn.run(
+    config = uvicorn.Config(
         server.app, host=host, port=port, log_level="info",
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )  # fmt: skip
+    running = uvicorn.Server(config)
+
+    def stop() -> None:
+        running.should_exit = True
+
+    server.driver.when_failed = stop
+    running.run()
+    if server.driver.failure is not None:
+        raise RuntimeError(str(server.driver.failure)) from server.driver.failure
+    if not running.started:
+        sys.exit(STARTUP_FAILURE)

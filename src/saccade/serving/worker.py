@@ -1,0 +1,315 @@
+"""Worker: takes an engine's steps, each of which is planned, computed and looked at."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from saccade import PagedCache
+from saccade.serving import decoding
+from saccade.serving.decode_steps import Decoder, LaneNumbers, Row, everyone
+from saccade.serving.decoding import Chosen, Lanes, Sampling, Traits
+from saccade.serving.model import BatchStep, PackedModel
+from saccade.serving.request import Counts, EngineStatistics, Request, RequestState, TokenLogprob
+from saccade.serving.scheduler import Chunk, Scheduler, StepPlan
+
+R = TypeVar("R")
+
+UNUSED = Sampling()  # of a row that is only looked at
+
+
+class Drawn(NamedTuple):
+    """Tokens drawn from the logits of a chunk's last row, for its request and its followers.
+
+    `tokens` is empty where a logit is NaN or inf.
+    """
+
+    chunk: Chunk
+    requests: list[Request]
+    tokens: list[int]
+    logprobs: list[TokenLogprob | None]
+
+    @property
+    def finite(self) -> bool:
+        """Whether the logits were finite."""
+        return bool(self.tokens)
+
+
+class UnderWay(NamedTuple):
+    """A step that the device computes, or has computed, and nobody has looked at.
+
+    Attributes:
+        requests: that draw from each chunk's last row.
+        chosen: their tokens one after the other, on the host once `done` has come.
+    """
+
+    plan: StepPlan
+    requests: list[list[Request]]
+    chosen: Chosen
+    done: torch.cuda.Event | None
+
+    @classmethod
+    def of(cls, plan: StepPlan, requests: list[list[Request]], chosen: Chosen) -> UnderWay:
+        """What is copied to the host as soon as it is there."""
+        # A graph writes the next step's tokens to the same addresses.
+        copies = (
+            None if each is None else each.to("cpu", non_blocking=True, copy=True)
+            for each in chosen
+        )
+        copied = Chosen(*copies)  # pyright: ignore[reportArgumentType]  # tokens are always there
+        if chosen.tokens.device.type != "cuda":
+            return cls(plan, requests, copied, None)
+        done = torch.cuda.Event()
+        done.record()
+        return cls(plan, requests, copied, done)
+
+    def look(self) -> list[Drawn]:
+        """Wait for the tokens, and give each chunk its own."""
+        if self.done is not None:
+            self.done.synchronize()
+        tokens, row = self.chosen.tokens.tolist(), 0
+        found = []
+        for chunk, requests in zip(self.plan.chunks, self.requests, strict=True):
+            rows = range(row, row + len(requests))
+            row = rows.stop
+            drawn = [tokens[number] for number in rows if tokens[number] >= 0]
+            logprobs = [
+                self._logprob(number, tokens[number], request)
+                for number, request in zip(rows, requests, strict=True)
+            ]
+            found.append(Drawn(chunk, requests, drawn, logprobs))
+        return found
+
+    def _logprob(self, row: int, token: int, request: Request) -> TokenLogprob | None:
+        most = request.sampling.logprobs
+        if most is None or self.chosen.logprobs is None or self.chosen.likeliest is None:
+            return None
+        of_chosen, *others = self.chosen.logprobs[row, : 1 + most].tolist()
+        likeliest = self.chosen.likeliest[row, :most].tolist()
+        return TokenLogprob(token, of_chosen, list(zip(likeliest, others, strict=True)))
+
+
+class Worker:
+    """Takes a step: plans it, computes it, checks the logits and hands out tokens.
+
+    An exception or interrupt in any line of that loses no request: all that is kept of a request
+    is its prompt and what it has written. The next call begins again from there, and finds most of
+    what was computed in the prefix cache.
+
+    Args:
+        options: of `saccade.attention_paged`.
+        ahead: whether a step is begun before the tokens of the one before are looked at.
+    """
+
+    def __init__(
+        self, model: PackedModel, cache: PagedCache, scheduler: Scheduler, decoder: Decoder,
+        lanes: Lanes, options: Mapping[str, Any], *, ahead: bool,
+    ):  # fmt: skip
+        self._model, self._cache, self._scheduler = model, cache, scheduler
+        self._decoder, self._lanes, self._options = decoder, lanes, options
+        self._lane_numbers = LaneNumbers(lanes)
+        self._ahead = ahead
+        self._under_way: UnderWay | None = None
+        scheduler.weights_version = model.weights_version()
+        self._counts = Counts()
+        # Requests that no step has seen yet: submitting waits for no step that is being computed.
+        self._submitted: deque[Request] = deque()
+        self._lock = threading.RLock()
+        self._half_done = False  # whether an exception now leaves a step half done
+
+    def submit(self, request: Request) -> None:
+        """One more request, with those that follow it; from any thread."""
+        self._submitted.append(request)
+
+    def step(self) -> bool:
+        """Take one step; False if there was nothing to do."""
+        return self._exclusively(self._take_step)
+
+    def cancel(self, request: Request) -> None:
+        """End a request that is not wanted any more."""
+
+        def cancelled() -> None:
+            if request.state is not RequestState.DONE:
+                self._take_in()
+                self._end(request, "cancelled")
+
+        self._exclusively(cancelled)
+
+    def statistics(self) -> EngineStatistics:
+        """What there is now, and what was done so far."""
+        with self._lock:
+            self._recover()
+            counts = self._counts
+            return EngineStatistics(
+                waiting=len(self._scheduler.waiting) + len(self._submitted),
+                running=len(self._scheduler.running),
+                preemptions=self._scheduler.preemptions,
+                pages=sum(self._cache.num_pages),
+                states=self._cache.num_states,
+                tokens_per_second=counts.new_tokens / counts.busy if counts.busy else 0.0,
+                cache=self._cache.statistics(),
+                **vars(counts),
+            )
+
+    def _exclusively(self, work: Callable[[], R]) -> R:
+        """Do something that changes the engine, while no other thread does."""
+        with self._lock:
+            self._recover()
+            self._half_done = True
+            result = work()
+            self._half_done = False
+            return result
+
+    def _recover(self) -> None:
+        """Begin again with all requests that are not done, if a step is left half done."""
+        if not self._half_done:
+            return
+        self._under_way = None  # what it gives is drawn again, by the same numbers
+        self._lane_numbers.clear()
+        for request in self._scheduler.recover():
+            try:
+                request.restart()
+                reason, error = request.outcome(), None
+            except Exception as problem:  # of the tokenizer
+                reason, error = "error", problem
+            if reason is not None:
+                self._end(request, reason, error)
+        self._half_done = False
+
+    def _look_at_weights(self) -> None:
+        """Begin again with all requests if weights were written: what was computed is by others."""
+        version = self._model.weights_version()
+        if version != self._scheduler.weights_version:
+            self._scheduler.weights_version = version
+            self._recover()
+            self._half_done = True
+
+    def _take_in(self) -> None:
+        while self._submitted:
+            if not self._scheduler.knows(self._submitted[0]):
+                self._scheduler.add(self._submitted[0])
+            self._submitted.popleft()  # the last, so that an interrupt loses none
+
+    def _take_step(self) -> bool:
+        """Begin a step, and look at what one before it gave: at the same if nothing is to follow
+        before that."""
+        if self._submitted:
+            self._look_at_weights()
+        self._take_in()
+        begin = time.perf_counter()
+        under_way, following = self._under_way, None
+        if under_way is None:
+            plan = self._scheduler.plan()
+            if plan is None:
+                return False
+            self._lane_numbers.keep(everyone(self._scheduler.running))
+            under_way = self._begin(plan)
+            if self._ahead and plan.can_be_followed:
+                self._under_way = under_way
+                self._counts.busy += time.perf_counter() - begin
+                return True
+        else:
+            plan = self._scheduler.plan_ahead(under_way.plan)
+            self._lane_numbers.keep(everyone(self._scheduler.running))
+            following = None if plan is None else self._begin(plan)
+        self._finish(under_way)
+        self._under_way = following
+        self._counts.busy += time.perf_counter() - begin
+        return True
+
+    def _begin(self, plan: StepPlan) -> UnderWay:
+        """Hand the device the forward pass, and what draws tokens from the rows' logits."""
+        self._counts.steps += 1
+        self._counts.rows += plan.rows
+        if plan.decodes:
+            requests = [chunk.request for chunk in plan.chunks]
+            lanes = [self._lane_numbers.of(request) for request in requests]
+            self._decoder.say(plan.chunks, lanes, ahead=plan.ahead)
+            traits = Traits.of_any([request.sampling.traits for request in requests])
+            chosen = self._decoder.run(traits)
+            return UnderWay.of(plan, [[request] for request in requests], chosen)
+        return self._begin_prompts(plan)
+
+    def _begin_prompts(self, plan: StepPlan) -> UnderWay:
+        step = BatchStep(
+            self._cache, plan, self._model.numbers, self._options, self._model.states_of_layers
+        )
+        if not all([chunk.known for chunk in plan.chunks]):
+            lanes = [
+                self._lanes.spare if chunk.known else self._lane_numbers.of(chunk.request)
+                for chunk in plan.chunks
+            ]
+            step.take_last(self._lanes.last_tokens, lanes)
+        logits = self._model.logits(step)
+        drawing: list[list[Request]] = []
+        rows: list[Row] = []
+        of_chunk: list[int] = []
+        for number, chunk in enumerate(plan.chunks):
+            requests = [chunk.request, *chunk.request.followers] if chunk.draws else [chunk.request]
+            drawing.append(requests)
+            for request in requests:
+                lane = self._lane_numbers.of(request) if chunk.draws else self._lanes.spare
+                sampling = request.sampling if chunk.draws else UNUSED
+                rows.append(Row(0, -1, chunk.given - 1, lane, sampling))
+                of_chunk.append(number)
+        if len(rows) > len(plan.chunks):
+            logits = logits[of_chunk]
+        settings = self._decoder.say_rows(rows)
+        traits = Traits.of_any([row.sampling.traits for row in rows])
+        with torch.inference_mode():
+            chosen = decoding.choose(logits, settings, traits, self._lanes)
+        return UnderWay.of(plan, drawing, chosen)
+
+    def _finish(self, under_way: UnderWay) -> None:
+        """Look at what a step gave; requests that ended meanwhile are none of its business."""
+        drawn = [
+            each for each in under_way.look()
+            if each.chunk.request.state is not RequestState.DONE
+        ]  # fmt: skip
+        # Other requests may find what was computed only if its logits are finite.
+        self._scheduler.commit([each.chunk for each in drawn if each.finite])
+        for each in drawn:
+            if each.finite and each.chunk.draws:
+                self._scheduler.fork(each.chunk.request)
+        for each in drawn:
+            if not each.finite:
+                self._fail(each)
+            elif each.chunk.draws:
+                given = zip(each.requests, each.tokens, each.logprobs, strict=True)
+                for request, token, logprob in given:
+                    self._accept(request, token, logprob)
+
+    def _accept(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
+        """Hand a request its new token; an error in that ends this request alone."""
+        first = not request.generated
+        try:
+            reason = request.accept(token, logprob)
+        except Exception as error:
+            self._end(request, "error", error)
+            return
+        self._counts.new_tokens += 1
+        if first:
+            self._counts.prompt_tokens += len(request.prompt)
+            self._counts.cached_tokens += request.computed_from_cache
+        if reason is not None:
+            self._end(request, reason)
+
+    def _fail(self, drawn: Drawn) -> None:
+        """End a request whose logits are NaN or inf, and those that wait for its prompt."""
+        error = FloatingPointError(
+            "logits: the model gave NaN or inf for this request; pages that it computed or shared "
+            "are not used again"
+        )
+        self._scheduler.forget_computed(drawn.chunk.request)
+        for request in reversed([*everyone([drawn.chunk.request])]):
+            self._end(request, "error", error)
+
+    def _end(self, request: Request, reason: str, error: Exception | None = None) -> None:
+        request.finish(reason, error)
+        self._scheduler.remove(request)
+        self._counts.done += 1
