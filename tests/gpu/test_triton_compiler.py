@@ -6,6 +6,8 @@ import inspect
 import os
 import threading
 import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import pytest
@@ -71,6 +73,16 @@ class Kernel:
     arg_names, is_gluon, jit = (), False, None
 
 
+class Source:
+    """Stands in for Triton's own."""
+
+    def __init__(self, *given: Any) -> None:
+        pass
+
+    def make_ir(self, *given: Any) -> tuple[Any, ...]:
+        return given
+
+
 @pytest.fixture
 def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The hook that stood in each compilation."""
@@ -80,7 +92,7 @@ def hooks(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         found.append(knobs.runtime.add_stages_inspection_hook)
 
     monkeypatch.setattr(triton, "compile", compile_it)
-    monkeypatch.setattr(triton_compiler, "ASTSource", lambda *given: None)
+    monkeypatch.setattr(triton_compiler, "ASTSource", Source)
     return found
 
 
@@ -110,6 +122,27 @@ def test_inductors_assembler_compiles_none_of_our_kernels(
         compile_one()
         assert os.environ[PTXAS] == path
     assert met == [None, "/a/users/ptxas"]
+
+
+def test_it_is_said_when_the_source_was_read(
+    monkeypatch: pytest.MonkeyPatch, hooks: list[Any]
+) -> None:
+    """Also if it could not be."""
+    happened: list[str] = []
+
+    def compile_it(source: Any, **options: Any) -> None:
+        happened.append("begun")
+        assert source.make_ir(1, 2) == (1, 2)
+        happened.append("compiled")
+
+    monkeypatch.setattr(triton, "compile", compile_it)
+    asked = cast(Any, Kernel()), Arguments([], []), {}, CUDA
+    triton_compiler.compiled(*asked, lambda: happened.append("read"))
+    assert happened == ["begun", "read", "compiled"]
+    monkeypatch.setattr(Source, "make_ir", lambda *given: 1 // 0)
+    with pytest.raises(ZeroDivisionError):
+        triton_compiler.compiled(*asked, lambda: happened.append("read"))
+    assert happened[3:] == ["begun", "read"]
 
 
 def test_a_users_own_hook_stays(monkeypatch: pytest.MonkeyPatch, hooks: list[Any]) -> None:
@@ -161,21 +194,62 @@ def test_the_hook_turns_vectors_off_for_the_stage_alone(monkeypatch: pytest.Monk
     assert known_by is not None and all(known_by)
 
 
-def test_two_threads_compile_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    pretend(monkeypatch, "3.9.0")
-    inside, most = [], []
+def side_by_side(change: AbstractContextManager[None], look: Callable[[], object]) -> list[object]:
+    """What several threads see that are inside of a change, in turns that overlap."""
+    seen: list[object] = []
 
     def compile_some() -> None:
         for _ in range(50):
-            with triton_compiler.worked_around(CUDA):
-                inside.append(1)
-                time.sleep(1e-4)  # for the others to come
-                most.append(len(inside))
-                inside.pop()
+            with change:
+                time.sleep(1e-4)  # for others to come and go
+                seen.append(look())
 
     threads = [threading.Thread(target=compile_some) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert max(most) == 1 and knobs.runtime.add_stages_inspection_hook is None
+    return seen
+
+
+def test_the_hook_stands_until_the_last_thread_is_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, "3.9.0")
+    seen = side_by_side(
+        triton_compiler.worked_around(CUDA), lambda: knobs.runtime.add_stages_inspection_hook
+    )
+    assert seen == [triton_compiler._pipeline] * 200
+    assert knobs.runtime.add_stages_inspection_hook is None
+
+
+def test_the_assembler_is_hidden_until_the_last_thread_is_done(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path = str(PYTORCH / "bin" / "ptxas")
+    monkeypatch.setenv(PTXAS, path)
+    seen = side_by_side(triton_compiler.tritons_assembler, lambda: os.environ.get(PTXAS))
+    assert seen == [None] * 200 and os.environ[PTXAS] == path
+
+
+def test_kernels_that_are_not_ours_keep_their_vectors(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled by another thread while a stage of ours is under way."""
+    from triton.backends.nvidia import compiler
+
+    given: list[dict[str, Any]] = []
+
+    class Llvm:
+        def optimize_module(self, **options: Any) -> None:
+            given.append(options)
+
+    monkeypatch.setattr(compiler, "llvm", Llvm())
+
+    def theirs() -> None:
+        compiler.llvm.optimize_module(disable_slp_vectorizer=False)
+
+    def ours(source: object, metadata: object) -> None:
+        thread = threading.Thread(target=theirs)
+        thread.start()
+        thread.join()
+        compiler.llvm.optimize_module()
+
+    triton_compiler._without_vectors(ours)(None, None)
+    assert given == [{"disable_slp_vectorizer": False}, {"disable_slp_vectorizer": True}]

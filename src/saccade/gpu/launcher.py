@@ -11,6 +11,7 @@ from __future__ import annotations
 import operator
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -183,15 +184,30 @@ def compile_side_by_side(run: Callable[[], Any], device: int | None) -> bool:
     Kernels of one pass come one after the other, and so would their compilations: Triton lets
     other threads run in most of that time.
     """
-    if INTERPRETED or device is None:
-        return True
+    if not INTERPRETED and device is not None:
+        machine_code.find_side_by_side(_noted(run), device)
+    return True
+
+
+def compile_ahead(run: Callable[[], Any], device: int | None) -> bool:
+    """Begin to compile what `run` would start, for a call that is still to come.
+
+    Nothing of that is this call's: what cannot be served is for the call that it is for to refuse.
+    """
+    if not INTERPRETED and device is not None:
+        with suppress(Exception):
+            machine_code.begin_to_find(_noted(run), device, urgent=False)
+    return True
+
+
+def _noted(run: Callable[[], Any]) -> list[machine_code.Wanted]:
+    """What `run` would start, none of which is started."""
     _noting.launches = noted = []
     try:
         run()
     finally:
         del _noting.launches
-    machine_code.find_side_by_side(noted, device)
-    return True
+    return noted
 
 
 def bundled(constants: Mapping[str, Any], meta: type[tuple[Any, ...]]) -> dict[str, Any]:

@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import struct
 import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
-from saccade.gpu import driver, stored_code
+from saccade.gpu import compile_threads, driver, stored_code
 from saccade.gpu.language import Function
 from saccade.gpu.signature import DESCRIPTOR, Arguments
 from saccade.gpu.stored_code import MachineCode
@@ -174,9 +175,10 @@ def compiled(
             f"call comes with this installation of Saccade; it takes Triton (pip install triton) "
             'or implementation="reference"'
         ) from None
-    begin = time.perf_counter()
     target = triton_compiler.target_of(architecture)
-    found = triton_compiler.compiled(kernel, arguments, options, target)
+    with compile_threads.turn() as turn:  # not before it is there does the time count
+        begin = time.perf_counter()
+        found = triton_compiler.compiled(kernel, arguments, options, target, turn.end)
     _say(kernel, architecture, time.perf_counter() - begin)
     return found
 
@@ -209,33 +211,70 @@ def remark() -> str | None:
 
 
 _variants: dict[Any, Variant] = {}
-_ahead: dict[Any, Found] = {}  # what was found and is not loaded yet
+_found: dict[Any, Future[Found]] = {}  # what threads find, or found, and is not loaded yet
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_found.clear)  # it has none of the threads
+
+Wanted = tuple[Function, Arguments, Mapping[str, Any]]
+"""A kernel that is to be started: its arguments and options."""
 
 
 def variant(
     kernel: Function, arguments: Arguments, options: Mapping[str, Any], device: int
 ) -> Variant:
     """The machine code for such arguments on a device; found and loaded if it is new."""
-    key = _key(kernel, arguments, options, device)
+    wanted = kernel, arguments, options
+    key = _key(*wanted, device)
     found = _variants.get(key)
     if found is None:
-        known = _ahead.pop(key, None)
-        found = _variants[key] = Variant(kernel, arguments, options, device, known)
+        begin_to_find([wanted], device)
+        known = _result(key, _found.get(key))
+        found = _variants[key] = Variant(*wanted, device, known)
+        _found.pop(key, None)
     return found
 
 
-def find_side_by_side(
-    wanted: Sequence[tuple[Function, Arguments, Mapping[str, Any]]], device: int
-) -> None:
+def begin_to_find(wanted: Sequence[Wanted], device: int, urgent: bool = True) -> list[Any]:
+    """Have threads find what is new of several variants; gives their keys. `variant` waits for each
+    and loads it.
+
+    urgent: whether a call waits for them.
+    """
+    architecture, keys = architecture_of(device), []
+    for kernel, arguments, options in wanted:
+        key = _key(kernel, arguments, options, device)
+        if key in _variants:
+            continue
+        keys.append(key)
+        if key not in _found:
+            work = functools.partial(find, kernel, arguments, options, architecture)
+            _found[key] = compile_threads.submit(work, urgent)
+    return keys
+
+
+def find_side_by_side(wanted: Sequence[Wanted], device: int) -> None:
     """Find what is new of several variants, by a thread each; `variant` loads it."""
-    new = {_key(*one, device): one for one in wanted}
-    new = {key: one for key, one in new.items() if key not in _variants}
-    if len(new) < 2:
-        return
-    architecture = architecture_of(device)
-    with ThreadPoolExecutor(len(new)) as threads:
-        found = threads.map(lambda one: find(one[0], one[1], one[2], architecture), new.values())
-        _ahead.update(zip(new, found, strict=True))
+    for key in begin_to_find(wanted, device):
+        _result(key, _found.get(key))
+
+
+def _result(key: Any, future: Future[Found] | None) -> Found | None:
+    """What a thread found; None where Python ends, and threads with it.
+
+    An interrupt leaves the thread at work: what it finds is there for the next call.
+    """
+    if future is None:  # another thread has loaded it meanwhile
+        return None
+    try:
+        return future.result()
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except CancelledError:
+        _found.pop(key, None)
+        return None
+    except BaseException:
+        _found.pop(key, None)  # so that the next call tries again
+        raise
 
 
 def _key(

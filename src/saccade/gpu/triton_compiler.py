@@ -15,16 +15,16 @@ What Triton's own compiler does to our kernels is worked around here, by its ver
            register, the wrong way round                          round before its product
 
 The first two are undone for our kernels alone: by an option of theirs, and by a hook that stands
-while they are compiled. The third is why `gpu/hopper/pipeline.py` converts by assembly there. What
-each costs on an H200: benchmarks/results/h200/triton_versions.txt.
+while any thread compiles one. The third is why `gpu/hopper/pipeline.py` converts by assembly there.
+What each costs on an H200: benchmarks/results/h200/triton_versions.txt.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import triton
@@ -45,16 +45,30 @@ HOST_TYPES = {**{number: number for number in range(16)}, 8: 10, 9: 8, 10: 9}
 
 
 def compiled(
-    kernel: Function, arguments: Arguments, options: Mapping[str, Any], target: GPUTarget
-) -> Any:
-    """Triton's compiled kernel, from its cache on disk or made now."""
+    kernel: Function, arguments: Arguments, options: Mapping[str, Any], target: GPUTarget,
+    on_read: Callable[[], None] = lambda: None,
+) -> Any:  # fmt: skip
+    """Triton's compiled kernel, from its cache on disk or made now.
+
+    on_read: called when its source has been read. What comes before is Python, and for one thread
+        at a time: Triton's reader changes the filters of warnings, which are the process's.
+    """
     form = GluonASTSource if kernel.is_gluon else ASTSource
     on_amd = target.backend == "hip"
-    source = form(kernel.jit, *Signature.of(kernel.arg_names, arguments, on_amd))
+    source: Any = form(kernel.jit, *Signature.of(kernel.arg_names, arguments, on_amd))
+    read = source.make_ir
+
+    def make_ir(*given: Any) -> Any:
+        try:
+            return read(*given)
+        finally:
+            on_read()
+
+    source.make_ir = make_ir
     asked = {**FUSED, **workaround_options(target), "debug": knobs.runtime.debug}
     if hasattr(knobs.compilation, "instrumentation_mode"):
         asked["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-    with tritons_assembler(), worked_around(target):
+    with tritons_assembler, worked_around(target):
         return triton.compile(source, target=target, options={**asked, **options})
 
 
@@ -109,7 +123,25 @@ INSTALLED = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), Workarou
 OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
 PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
 
-_LOCK = threading.RLock()
+
+class Meanwhile:
+    """A change of the whole process that stands while any thread is inside."""
+
+    def __init__(self, make: Callable[[], None], undo: Callable[[], None]) -> None:
+        """make: called by each thread that enters; undo: when the last one has left."""
+        self._make, self._undo = make, undo
+        self._lock, self._inside = threading.Lock(), 0
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._make()
+            self._inside += 1
+
+    def __exit__(self, *raised: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                self._undo()
 
 
 def needed(target: GPUTarget) -> Workarounds:
@@ -127,44 +159,43 @@ def workaround_options(target: GPUTarget) -> dict[str, str]:
     return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
 
 
-@contextmanager
-def tritons_assembler() -> Iterator[None]:
-    """Have Triton's own assembler meanwhile, where Inductor named PyTorch's.
-
-    Else a kernel's machine code would depend on what a process compiled before, and spill by one
-    version of the assembler what it does not by the other.
-    """
-    if not by_inductor():
-        yield
-        return
-    with _LOCK:
-        before = os.environ.pop(PTXAS, None)
-        try:
-            yield
-        finally:
-            if before is not None:
-                os.environ[PTXAS] = before
+_hidden: list[str] = []  # the assembler that Inductor named, meanwhile
 
 
-@contextmanager
-def worked_around(target: GPUTarget) -> Iterator[None]:
-    """Compile kernels without vectors meanwhile, unless a user's own hook stands there.
+def _hide_assembler() -> None:
+    if by_inductor():
+        _hidden[:] = [os.environ.pop(PTXAS)]
 
-    The hook is the whole process's, so one thread compiles at a time.
-    """
-    if not needed(target).vectors:
-        yield
-        return
-    with _LOCK:
-        if knobs.runtime.add_stages_inspection_hook is not None:
-            yield
-            return
+
+def _show_assembler() -> None:
+    if _hidden:
+        os.environ.setdefault(PTXAS, _hidden.pop())
+
+
+tritons_assembler = Meanwhile(_hide_assembler, _show_assembler)
+"""Triton's own assembler, where Inductor named PyTorch's: else a kernel's machine code would depend
+on what a process compiled before, and spill by one version of the assembler what it does not by the
+other."""
+
+
+def worked_around(target: GPUTarget) -> AbstractContextManager[None]:
+    """Compile kernels without vectors meanwhile, unless a user's own hook stands there."""
+    return _hooked if needed(target).vectors else nullcontext()
+
+
+def _set_hook() -> None:
+    if knobs.runtime.add_stages_inspection_hook is None:
         hook: Any = _pipeline  # Triton's own type knows one of the two ways in which it is called
         knobs.runtime.add_stages_inspection_hook = hook
-        try:
-            yield
-        finally:
-            knobs.runtime.add_stages_inspection_hook = None
+
+
+def _drop_hook() -> None:
+    hook: Any = knobs.runtime.add_stages_inspection_hook
+    if hook is _pipeline:
+        knobs.runtime.add_stages_inspection_hook = None
+
+
+_hooked = Meanwhile(_set_hook, _drop_hook)
 
 
 def _pipeline(*asked: Any) -> tuple[str, str] | None:
@@ -178,31 +209,55 @@ def _pipeline(*asked: Any) -> tuple[str, str] | None:
 
 def _without_vectors(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     """The stage that makes LLVM's code, with its vectorizer of scalars turned off."""
-    from triton.backends.nvidia import compiler
 
     def made(source: Any, metadata: Any) -> Any:
-        with _LOCK:
-            whole = compiler.llvm
-            compiler.llvm = _Scalars(whole)
+        with _scalars:
+            _stage.ours = True
             try:
                 return make(source, metadata)
             finally:
-                compiler.llvm = whole
+                _stage.ours = False
 
     return made
 
 
+class Stage(threading.local):
+    """What a thread compiles."""
+
+    ours = False  # whether it is in a stage of one of our kernels
+
+
+_stage = Stage()
+
+
 class _Scalars:
-    """Triton's LLVM, which is told not to make vectors of scalars."""
+    """Triton's LLVM, which is told to make no vectors of scalars in stages of our kernels."""
 
     def __init__(self, whole: Any) -> None:
-        self._whole = whole
+        self.whole = whole
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._whole, name)
+        return getattr(self.whole, name)
 
     def optimize_module(self, *arguments: Any, **options: Any) -> Any:
         """Optimise as Triton does, but for the vectorizer."""
-        return self._whole.optimize_module(
-            *arguments, **{**options, "disable_slp_vectorizer": True}
-        )
+        if _stage.ours:
+            options["disable_slp_vectorizer"] = True
+        return self.whole.optimize_module(*arguments, **options)
+
+
+def _replace_llvm() -> None:
+    from triton.backends.nvidia import compiler
+
+    if not isinstance(compiler.llvm, _Scalars):
+        compiler.llvm = _Scalars(compiler.llvm)
+
+
+def _restore_llvm() -> None:
+    from triton.backends.nvidia import compiler
+
+    if isinstance(compiler.llvm, _Scalars):
+        compiler.llvm = compiler.llvm.whole
+
+
+_scalars = Meanwhile(_replace_llvm, _restore_llvm)

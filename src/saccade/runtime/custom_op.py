@@ -52,6 +52,9 @@ class Gradient(NamedTuple):
         wanted: the tables whose gradients may be asked for.
         optional: places among the kept results of those that a call need not have: what operators
             give instead has one dimension and no elements, and the backward pass gets None.
+        compile_ahead: begins to compile what the backward pass of a call will start, from the
+            operator's arguments, the tables whose gradients are wanted, and the variant: before the
+            first forward pass of calls like it runs.
     """
 
     schema: str
@@ -62,6 +65,7 @@ class Gradient(NamedTuple):
     empty: Callable[[Arguments, Sequence[int]], list[Tensor]]
     wanted: Callable[[Sequence[Any], Sequence[Any]], list[int]] = lambda tables, plain: []
     optional: tuple[int, ...] = ()
+    compile_ahead: Callable[[Arguments, Sequence[int], Any], None] | None = None
 
     @property
     def num_results(self) -> int:
@@ -156,6 +160,10 @@ class Operation:
             plain = checked.plain[deterministic] = self.flatten(checked, deterministic)
         if tracing or self.gradient is None:
             return self.op(*self._joined(inputs, checked.tables), *plain)
+        if alone and (checked.kind or checked).forward is None and self.gradient.compile_ahead:
+            wanted = self.gradient.wanted(checked.tables, plain)
+            arguments = Arguments(inputs, checked.tables, plain)
+            self.gradient.compile_ahead(arguments, wanted, checked.variant)
         apply = _apply_at_once if alone else OperationFunction.apply
         return apply(OperatorCall(self, checked, plain, alone), *tensors)
 

@@ -474,6 +474,16 @@ def _run_backward(
     return _listed(gradients, wanted)
 
 
+def _compile_backward(arguments: Arguments, wanted: Sequence[int], variant: Variant) -> None:
+    """Begin to compile the backward pass, where it is one that is compiled."""
+    inputs, _, plain = arguments
+    module = module_of("attention", plain[BACKWARD_BY], "backward")
+    if hasattr(module, "compile_backward"):
+        first = _num_mask_tables(plain)
+        positions = [position - first for position in wanted]
+        module.compile_backward(inputs, variant, config_of(plain), positions, plain[DETERMINISTIC])
+
+
 def _listed(gradients: Gradients, wanted: Sequence[int]) -> list[Tensor]:
     listed = [gradients.query, gradients.key, gradients.value]
     if gradients.sinks is not None:
@@ -522,5 +532,6 @@ ATTENTION = Operation(
         empty=_empty_backward,
         wanted=_wanted,
         optional=(2,),
+        compile_ahead=_compile_backward,
     ),
 )

@@ -81,7 +81,7 @@ class HopperBackwardCall(NamedTuple):
         plan = launches.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
         if prepared.lengths.schedule.grid == "dynamic":
-            counters = (tile_scheduler.counter_of(memory.starts.device),)
+            counters = (tile_scheduler.counter_of(self.inputs.query.device),)
         launches.main(
             programs.main, device, (*known, *plan.tensors, *counters),
             lambda: self._main_arguments(plan.argument(), counters),

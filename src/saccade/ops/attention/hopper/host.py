@@ -11,6 +11,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from saccade.gpu import tensor_view
@@ -25,7 +26,13 @@ from saccade.gpu.kernel_args import (
     tensors_of,
     there_are,
 )
-from saccade.gpu.launcher import Launch, compile_side_by_side, next_width
+from saccade.gpu.launcher import (
+    Launch,
+    compile_ahead,
+    compile_side_by_side,
+    current_device,
+    next_width,
+)
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
@@ -57,6 +64,7 @@ from saccade.ops.attention.triton.call_spec import (
     numbers_of,
     remembered,
     results_memory,
+    results_to_come,
 )
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Results, Variant, in_order_of
 
@@ -75,6 +83,7 @@ class HopperForward:
         self.alone = brings_three(inputs, variant) and not self.planned
         self.launches: dict[configs.KernelSchedule, Launch] = {}
         self.families: dict[configs.KernelSchedule, PassFamily] = {}
+        self.compiled: set[Any] = set()  # forms of its kernel that were, beside those that plan
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Results:
         """All results of a call like the one that was prepared."""
@@ -157,7 +166,10 @@ class ForwardOfLengths:
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
         lengths = Lengths(self.numbers, (self.programs,), written)
         family = prepared.families.setdefault(chosen, PassFamily())
-        self.recorded = RecordedPass(inputs.query, family, lengths)
+        self.recorded, self.compiled = (
+            RecordedPass(inputs.query, family, lengths),
+            prepared.compiled,
+        )
 
     @functools.cached_property
     def launch(self) -> Launch:
@@ -171,6 +183,14 @@ class ForwardOfLengths:
         return self.memory.results(written, inputs)
 
     def _run(
+        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        if self.planner is not None and self.launch.form not in self.compiled:
+            self.compiled.add(self.launch.form)
+            compile_side_by_side(lambda: self._start(inputs, variant, brought), self.spec.device)
+        return self._start(inputs, variant, brought)
+
+    def _start(
         self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         device = inputs.query.device
@@ -288,6 +308,37 @@ class Repeated(NamedTuple):
             spec.launch(queries, "backward_queries", call, None, short=False),
             spec.launch(keys, "backward_keys", call, None, short=False),
         )
+
+
+def compile_backward(
+    inputs: Inputs,
+    variant: Variant,
+    config: KernelConfig,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> None:
+    """Begin to compile the backward pass of a call whose forward pass is still to run."""
+    wants_tables = len(wanted_tables) > 0
+    like = *signature(inputs, variant), wants_tables, deterministic, configs.BACKWARD_OVERRIDE
+    if (*like, *wanted_tables) in _ahead or aligned(inputs) is not inputs:
+        return
+
+    def start() -> None:
+        kind = remembered(
+            _kinds, like, lambda: HopperBackward(inputs, variant, deterministic, wants_tables)
+        )
+        output, lse, residual, _ = results_to_come(inputs, variant)
+        passed = BackwardInputs(output, residual, lse, output, None)
+        prepared = BackwardOfLengths(kind, inputs, variant, passed)
+        memory = prepared.make_memory(inputs, variant, output.device)
+        HopperBackwardCall(prepared, inputs, variant, passed, memory).run()
+        if wanted_tables:
+            rest = prepared.by_triton(inputs, variant, config, passed, deterministic, memory)
+            for position in wanted_tables:
+                rest.table(position, rest.known(), config)
+
+    device = current_device(inputs.query)
+    remembered(_ahead, (*like, *wanted_tables), lambda: compile_ahead(start, device))
 
 
 class HopperBackward:
@@ -466,23 +517,38 @@ class BackwardOfLengths:
             return Gradients(of_query, of_key, of_value, None, {})
         memory = self._run(inputs, variant, passed)
         found = Gradients(memory.of_query, memory.of_key, memory.of_value, None, {})
-        assert memory.lse_log2 is not None and memory.row_dot is not None
-        results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
-        spec = CallSpec.of(inputs)
-        launches = triton_host.prepare(spec, inputs, variant, config, deterministic, results)
-        rest = triton_host.TritonBackwardCall(inputs, variant, launches, results)
+        rest = self.by_triton(inputs, variant, config, passed, deterministic, memory)
         tables = {
             position: rest.table(position, rest.known(), config) for position in wanted_tables
         }
         return found._replace(sinks=rest.sinks(), tables=tables)
 
-    def _run(self, inputs: Inputs, variant: Variant, passed: BackwardInputs) -> BackwardMemory:
+    def by_triton(
+        self,
+        inputs: Inputs,
+        variant: Variant,
+        config: KernelConfig,
+        passed: BackwardInputs,
+        deterministic: bool,
+        memory: BackwardMemory,
+    ) -> triton_host.TritonBackwardCall:
+        """What gives gradients of sinks and tables, after all else."""
+        assert memory.lse_log2 is not None and memory.row_dot is not None
+        results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
+        spec = CallSpec.of(inputs)
+        launches = triton_host.prepare(spec, inputs, variant, config, deterministic, results)
+        return triton_host.TritonBackwardCall(inputs, variant, launches, results)
+
+    def make_memory(self, inputs: Inputs, variant: Variant, device: torch.device) -> BackwardMemory:
+        """Memory for all that a pass writes; what starts its kernels is there then."""
         if self.launches is None:
             self.launches = self._prepare(inputs, variant)
-        device = inputs.query.device
         layouts = self.lengths.memory
         made: Any = [None if layout is None else layout.on(device) for layout in layouts]
-        memory = BackwardMemory(*made)
+        return BackwardMemory(*made)
+
+    def _run(self, inputs: Inputs, variant: Variant, passed: BackwardInputs) -> BackwardMemory:
+        memory = self.make_memory(inputs, variant, inputs.query.device)
         call = HopperBackwardCall(self, inputs, variant, passed, memory)
         if self.new:
             self.new = False
@@ -494,4 +560,5 @@ class BackwardOfLengths:
 
 
 _kinds: dict[Any, HopperBackward] = {}
+_ahead: dict[Any, bool] = {}  # kinds whose forward pass had their kernels compiled
 _backwards: dict[Any, BackwardOfLengths] = {}

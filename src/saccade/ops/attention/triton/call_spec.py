@@ -38,6 +38,8 @@ from saccade.runtime.spec import (
     Results,
     Variant,
     accumulate_dtype,
+    empty_all_results,
+    empty_gradients,
     heads_inside,
     precision,
 )
@@ -332,10 +334,27 @@ class CallSpec(NamedTuple):
         return view(numbers, strides, self.geometry.queries, offsets, self.find)
 
 
-def memory_like(tensor: Tensor) -> Callable[[], Tensor]:
-    """What gives memory like a tensor's each time, without working its layout out again."""
+def memory_like(tensor: Tensor, device: torch.device | None = None) -> Callable[[], Tensor]:
+    """What gives memory like a tensor's each time, without working its layout out again.
+
+    device: where, if not where the tensor is.
+    """
     shape, strides = tuple(tensor.shape), tensor.stride()
-    return partial(torch.empty_strided, shape, strides, dtype=tensor.dtype, device=tensor.device)
+    device = device or tensor.device
+    return partial(torch.empty_strided, shape, strides, dtype=tensor.dtype, device=device)
+
+
+def without_memory(tensor: Tensor) -> Tensor:
+    """A tensor that lies like another one, and nowhere: kernels are compiled for it, not
+    started."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def results_to_come(inputs: Inputs, variant: Variant) -> Results:
+    """Results of a call whose forward pass is still to run: without memory."""
+    rows = inputs._replace(query=without_memory(inputs.query))
+    output, lse, residual, _ = empty_all_results(rows, variant)
+    return Results(output, lse, residual if variant.residual else None)
 
 
 def architecture(tensor: Tensor) -> str:
@@ -370,6 +389,12 @@ def remembered(memory: dict[Any, Any], key: Any, make: Callable[[], Any]) -> Any
             memory.pop(next(iter(memory)), None)
         found = memory[key] = make()
     return found
+
+
+def gradients_to_come(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value: without memory."""
+    query, key, value = map(without_memory, inputs[:3])
+    return empty_gradients(inputs._replace(query=query, key=key, value=value, sinks=None))[:3]
 
 
 AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs)

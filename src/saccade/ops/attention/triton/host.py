@@ -31,7 +31,7 @@ from saccade.gpu.kernel_args import (
     there_are,
     view,
 )
-from saccade.gpu.launcher import Launch, compile_side_by_side
+from saccade.gpu.launcher import Launch, compile_ahead, compile_side_by_side, current_device
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
 from saccade.gpu.signature import Number, Stride, sourced
@@ -46,12 +46,14 @@ from saccade.ops.attention.triton.backward_dq import attention_backward_queries
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
     contiguous,
+    gradients_to_come,
     laid_numbers,
     lengths_of,
     memory_like,
     numbers_of,
     remembered,
     results_memory,
+    results_to_come,
     with_unit_channels,
 )
 from saccade.ops.attention.triton.forward import attention_forward
@@ -61,7 +63,6 @@ from saccade.runtime.spec import (
     KernelConfig,
     Results,
     Variant,
-    empty_gradients,
     in_order_of,
 )
 
@@ -74,6 +75,7 @@ class TritonForward:
     def __init__(self, inputs: Inputs, variant: Variant, config: KernelConfig):
         self.spec, self.config = CallSpec.of(inputs), config
         self.families: dict[int, PassFamily] = {}  # by the kernel
+        self.compiled: set[Any] = set()  # forms of its kernel that were, beside those that plan
 
     def __call__(self, inputs: Inputs, variant: Variant) -> Results:
         """All results of a call like the one that was prepared."""
@@ -118,7 +120,7 @@ class ForwardOfLengths:
         self.memory = results_memory(inputs, variant)
         written = self.memory.there_are()
         numbers = (queries.batch, *numbers_of(inputs[:3]), *laid_numbers(written))
-        self.launch = launch.of(numbers)
+        self.launch, self.compiled = launch.of(numbers), prepared.compiled
         lengths = Lengths(numbers, (self.programs,), written)
         family = prepared.families.setdefault(launch.shared, PassFamily())
         self.recorded = RecordedPass(inputs.query, family, lengths)
@@ -130,6 +132,14 @@ class ForwardOfLengths:
         return self.memory.results(written, inputs)
 
     def _run(
+        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
+    ) -> tuple[Tensor, ...]:
+        if self.planner.needed and self.launch.form not in self.compiled:
+            self.compiled.add(self.launch.form)
+            compile_side_by_side(lambda: self._start(inputs, variant, brought), self.spec.device)
+        return self._start(inputs, variant, brought)
+
+    def _start(
         self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
     ) -> tuple[Tensor, ...]:
         device = inputs.query.device
@@ -212,6 +222,7 @@ class ForwardResults(NamedTuple):
 _specs: dict[Any, CallSpec] = {}
 _launches: dict[Any, Launches] = {}
 _compiled: dict[Any, bool] = {}  # kinds of calls whose kernels were compiled, side by side
+_ahead: dict[Any, bool] = {}  # and of those whose forward pass had it begun
 
 
 def backward(
@@ -245,24 +256,52 @@ def backward(
         prepared = functools.partial(prepare, spec, inputs, variant, config, deterministic, results)
         launches = remembered(_launches, key, prepared)
 
+    def call() -> TritonBackwardCall:
+        return TritonBackwardCall.of(inputs, variant, launches, saved, grad_output, grad_lse)
+
     def run() -> Gradients:
-        statistics = torch.empty_like(lse), torch.empty_like(lse)
-        results = ForwardResults(output, residual, lse, grad_output, grad_lse, *statistics)
-        written = [memory() for memory in launches.gradients]
-        if launches.queries is None:
-            written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
-        call = TritonBackwardCall(inputs, variant, launches, results, tuple(written))
-        return call.run(wanted_tables, config)
+        return call().run(wanted_tables, config)
 
     if new:
         kind = *like, deterministic, *wanted_tables
-        remembered(_compiled, kind, lambda: compile_side_by_side(run, launches.spec.device))
+        start = functools.partial(_start, call, wanted_tables, config)
+        remembered(_compiled, kind, lambda: compile_side_by_side(start, launches.spec.device))
     if wanted_tables or inputs.sinks is not None:  # whose gradients PyTorch has a part in
         return run()
     tensors = tensors_of(inputs, variant)
     tensors = (*tensors, output, lse, grad_output, *there_are((residual, grad_lse)))
     of_query, of_key, of_value = launches.done(tensors, lambda: run()[:3])
     return Gradients(of_query, of_key, of_value, None, {})
+
+
+def _start(
+    call: Callable[[], TritonBackwardCall], wanted_tables: Sequence[int], config: KernelConfig
+) -> None:
+    call().start(wanted_tables, config)
+
+
+def compile_backward(
+    inputs: Inputs,
+    variant: Variant,
+    config: KernelConfig,
+    wanted_tables: Sequence[int],
+    deterministic: bool,
+) -> None:
+    """Begin to compile the backward pass of a call whose forward pass is still to run."""
+    kind = *signature(inputs, variant), config, deterministic, *wanted_tables
+    if kind in _ahead or with_unit_channels(inputs) is not inputs:
+        return
+
+    def call() -> TritonBackwardCall:
+        saved = results_to_come(inputs, variant)
+        output, lse, residual, _ = saved
+        results = ForwardResults(output, residual, lse, output, None, lse, lse)
+        spec = CallSpec.of(inputs)
+        launches = prepare(spec, inputs, variant, config, deterministic, results)
+        return TritonBackwardCall.of(inputs, variant, launches, saved, output, None)
+
+    start = functools.partial(_start, call, wanted_tables, config)
+    remembered(_ahead, kind, lambda: compile_ahead(start, current_device(inputs.query)))
 
 
 def refuse_unordered(variant: Variant, wanted_tables: Sequence[int]) -> None:
@@ -309,7 +348,7 @@ def prepare(
     ]
     of_queries, of_keys = spec.geometry
     of_tiles = of_keys.programs(sizes[0][1])
-    gradients = empty_gradients(inputs)[:3]
+    gradients = gradients_to_come(inputs)
     numbers = (of_tiles, of_queries.batch, *numbers_of((*inputs[:3], *there_are(results))))
     numbers = (*numbers, *numbers_of(gradients))
     if not ordered:  # what gradients of queries are added up in
@@ -333,7 +372,7 @@ def prepare(
         alone=brings_three(inputs, variant) and not over_queries.needed,
         tables={},
         numbers=numbers,
-        gradients=tuple(map(memory_like, gradients)),
+        gradients=tuple(memory_like(rows, results.lse.device) for rows in gradients),
         done=RecordedPass(inputs.query),
     )
 
@@ -356,8 +395,28 @@ class TritonBackwardCall(NamedTuple):
     results: ForwardResults
     written: tuple[Tensor, ...] = ()  # gradients of query, key and value, and `_shared`'s sum
 
+    @staticmethod
+    def of(
+        inputs: Inputs, variant: Variant, launches: Launches, saved: Results, grad_output: Tensor,
+        grad_lse: Tensor | None,
+    ) -> TritonBackwardCall:  # fmt: skip
+        """A pass with memory for all that it writes, where its results lie."""
+        output, lse, residual, _ = saved
+        statistics = torch.empty_like(lse), torch.empty_like(lse)
+        results = ForwardResults(output, residual, lse, grad_output, grad_lse, *statistics)
+        written = [memory() for memory in launches.gradients]
+        if launches.queries is None:
+            written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
+        return TritonBackwardCall(inputs, variant, launches, results, tuple(written))
+
     def run(self, wanted: Sequence[int], config: KernelConfig) -> Gradients:
-        """Start every kernel of the pass."""
+        """Start every kernel of the pass; its results."""
+        tables = self.start(wanted, config)
+        of_query, of_key, of_value = self.written[:3]
+        return Gradients(of_query, of_key, of_value, self.sinks(), tables)
+
+    def start(self, wanted: Sequence[int], config: KernelConfig) -> dict[int, Tensor]:
+        """Start every kernel of the pass; gradients of wanted tables."""
         launches, spec = self.launches, self.launches.spec
         of_query, of_key, of_value = self.written[:3]
         known = self.known()
@@ -369,8 +428,7 @@ class TritonBackwardCall(NamedTuple):
         else:
             self._queries(launches.queries, known, of_query)
             self._keys(known, of_key, of_value, None)
-        tables = {position: self.table(position, known, config) for position in wanted}
-        return Gradients(of_query, of_key, of_value, self.sinks(), tables)
+        return {position: self.table(position, known, config) for position in wanted}
 
     def known(self) -> tuple[Tensor, ...]:
         """The tensors that every kernel of the pass may read."""
@@ -465,7 +523,7 @@ class TritonBackwardCall(NamedTuple):
         if not functions.as_bias:
             return self._entries(position, functions, known, config)
         spec, queries = self.launches.spec, self.launches.spec.geometry.queries
-        total = torch.empty(table.shape, dtype=torch.float32, device=table.device)
+        total = torch.empty(table.shape, dtype=torch.float32, device=self.results.lse.device)
         launch = self.launches.tables.get(position)
         if launch is None:
             call = self.inputs, self.variant
@@ -492,7 +550,7 @@ class TritonBackwardCall(NamedTuple):
     ) -> Tensor:
         """The gradient of a tensor that is read otherwise than a bias is."""
         spec, table = self.launches.spec, self.variant.score_captured.tensors[position]
-        total = torch.zeros(table.shape, dtype=torch.float32, device=table.device)
+        total = torch.zeros(table.shape, dtype=torch.float32, device=self.results.lse.device)
         if total.numel() == 0:
             return total.to(table.dtype)
         launch = self.launches.tables.get(position)
