@@ -244,9 +244,15 @@ def _paged_cases() -> Iterator[PagedBenchCase]:
     yield _pages("tiny", (4, 2), (48,), new=20, **tiny)
 
 
-HOST_CASES = {
-    "cpu": _case("cpu", FULL, "float32", (4, 4), (128, 128), 64, label="host"),
-    "gpu": _case("gpu", FULL, "bfloat16", (4, 4), (128, 128), 64, label="host"),
+HOST_CASES: dict[str, tuple[BenchCase, ...]] = {
+    "cpu": (_case("cpu", FULL, "float32", (4, 4), (128, 128), 64, label="host"),),
+    "gpu": (
+        _case("gpu", FULL, "bfloat16", (4, 4), (128, 128), 64, label="host"),
+        _case("gpu", CAUSAL, "bfloat16", (32, 8), (128, 128), 128, label="host-causal"),
+        _documents("gpu-host", (48, 80), "bfloat16", 4, 64),
+        _pages("gpu-host", (32, 8), (128,) * 4),
+        _linear("gpu-host-linear", "bfloat16", 4, 256, 64),
+    ),
 }
 """So little work that a GPU is done before the host is: for `saccade bench --host`."""
 

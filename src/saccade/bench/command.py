@@ -400,11 +400,12 @@ def show_tables(found: Sequence[results.Result], title: str = "") -> None:
 def run_calls(choice: Choice, where: torch.device, recorder: Recorder, *, host: bool) -> None:
     """Measure single calls case by case: the host's time, or first calls in fresh processes.
 
-    By default of a small case by saccade's choice; the host's time beside SDPA's.
+    By default of small cases by saccade's choice; the host's time beside SDPA's.
     """
     kind = machine(where.type)
-    default = HOST_CASES[kind] if host else CASES[processes.DEFAULT_CASES[kind]]
-    cases = choose_cases(choice.cases, choice.dtypes, where.type) if choice.cases else [default]
+    cases = [*HOST_CASES[kind]] if host else [CASES[processes.DEFAULT_CASES[kind]]]
+    if choice.cases:
+        cases = choose_cases(choice.cases, choice.dtypes, where.type)
     measured = measure.measure_host if host else processes.measure_first_calls
     with console().status("") as status:
         for case in cases:
