@@ -299,8 +299,16 @@ def finish(
 @gluon.jit
 def store_residual(residual, exact, attended, at, VALUE_DIM: gl.constexpr):
     """Write what rounding took from 64 rows of the output."""
+    # A product leaves two neighbouring numbers of eight to each thread, which would write 2 bytes
+    # at a time. The four threads of a row trade theirs for a quarter of it each: first by pairs of
+    # threads, then pairs with each other, as Triton does by shuffles what it would do at once
+    # through shared memory, of which there is none left.
+    PAIRS: gl.constexpr = traded(exact.shape[1], False)
+    QUARTERS: gl.constexpr = traded(exact.shape[1], True)
+    taken = as_it_is(gl.convert_layout(residual_of(exact, attended), PAIRS))
+    taken = gl.convert_layout(taken, QUARTERS)
     batch, query_head, first_row, query_len, _ = at
-    row, channel = places_of(exact, 0, 0)
+    row, channel = places_of(taken, 0, 0)
     first, _ = residual.position(batch, residual.strides, residual.step, residual.data)
     first += wide(query_head) * residual.strides[1] + wide(first_row) * residual.step
     # What threads add to it has 32 bits: as many pointers would take twice the registers.
@@ -308,7 +316,32 @@ def store_residual(residual, exact, attended, at, VALUE_DIM: gl.constexpr):
     exist = row < query_len - first_row
     if exact.shape[1] != VALUE_DIM:
         exist = exist & (channel < VALUE_DIM)
-    gl.store(pointers, residual_of(exact, attended), mask=exist)
+    gl.store(pointers, taken, mask=exist)
+
+
+@gluon.constexpr_function
+def traded(channels, both):
+    """A layout of [64, channels]: that of a product after its threads traded channels by pairs
+    and, of both, pairs with each other too: then each has a quarter of the channels of two rows,
+    neighbours, which it writes 16 bytes at a time."""
+    powers = [1 << power for power in range(channels.bit_length() - 1)]
+    of_lanes = [channels // 4, channels // 2 if both else 4]
+    of_registers = [power for power in powers if power not in of_lanes]
+    return gl.DistributedLinearLayout(
+        reg_bases=[*([0, power] for power in of_registers), [8, 0]],
+        lane_bases=[*([0, power] for power in of_lanes), [1, 0], [2, 0], [4, 0]],
+        warp_bases=[[16, 0], [32, 0]],
+        block_bases=[],
+        shape=[64, channels],
+    )
+
+
+@gluon.jit
+def as_it_is(numbers):
+    """Numbers of 8 bits, which the compiler cannot look through."""
+    return gl.inline_asm_elementwise(
+        "mov.b32 $0, $1;", "=r,r", [numbers], dtype=gl.int8, is_pure=False, pack=4
+    )
 
 
 @gluon.jit
