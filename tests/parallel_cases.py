@@ -27,11 +27,14 @@ import sharded_cache_cases
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from worlds import joined, run_worlds
 
 import saccade
 from saccade import feature_maps, masks, parallel, scores
 from saccade.parallel import exchange
+from saccade.parallel.dtensors import as_dtensor
 from saccade.testing import make_case, oracle, tolerances
 from saccade.testing.cases import MASKS, Case
 from saccade.testing.oracle import assert_within
@@ -450,6 +453,41 @@ for _name, _description in ON_GPUS.items():
         @case(f"{_name} {_method}", _method, _description, cases=[NCCL_CASES])
         def _on_gpus(group: Any, method: str, description: dict[str, Any]) -> None:
             compare(group, method, **description)
+
+
+# ---- DTensors ------------------------------------------------------------------------------------
+
+
+@case("DTensors of a plan's rows give DTensors")
+def _dtensors(group: Any) -> None:
+    ranks = dist.get_world_size(group)
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for packed, lengths in ((False, ((40, 40),)), (True, ((9, 9), (31, 31)))):
+        description: dict[str, Any] = {"mask": "causal", "lengths": lengths, "packed": packed}
+        made, dim = known(**description), 0 if packed else 2
+        plan = planned(made, group, METHODS[ranks % 3])
+        call: Any = parallel.attention_varlen if packed else parallel.attention
+        names = ("query", "key", "value")
+        plain = [plan.shard(made.tensors[name], dim).requires_grad_() for name in names]
+        leaves = [each.detach().clone().requires_grad_() for each in plain]
+        dealt = [as_dtensor(plan, each, mesh, dim) for each in leaves]  # parts may be unequal
+        found = call(*dealt, plan=plan, return_lse=True)
+        for one, other, at in zip(
+            found, call(*plain, plan=plan, return_lse=True), (dim, 1 if packed else 2), strict=True
+        ):
+            assert one.placements == (Shard(at),) and one.shape[at] == plan.length
+            assert torch.equal(one.to_local(), other)
+            other.sum().backward(retain_graph=True)
+            one.to_local().sum().backward(retain_graph=True)
+        torch.testing.assert_close(
+            [each.grad for each in leaves], [each.grad for each in plain], rtol=0, atol=0
+        )
+    whole = [DTensor.from_local(each, mesh, [Replicate()], run_check=False) for each in plain]
+    refused(ValueError, ["query: got a DTensor placed as R", "takes one dealt to the plan's ranks"],
+            lambda: call(*whole, plan=plan))  # fmt: skip
+    refused(TypeError, ["key: got Tensor beside DTensors"], lambda: call(
+        dealt[0], *plain[1:], plan=plan
+    ))  # fmt: skip
 
 
 # ---- ranks that differ ---------------------------------------------------------------------------

@@ -16,6 +16,7 @@ from saccade.modifiers.expression import Captured
 from saccade.modifiers.modifier import Extents, expanded, misfit
 from saccade.parallel import gather, ring, ulysses
 from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, described
+from saccade.parallel.dtensors import as_dtensor, local_rows
 from saccade.parallel.exchange import summed
 from saccade.parallel.local import LocalCall, Options
 from saccade.parallel.planner import Plan
@@ -72,7 +73,8 @@ def attention(  # breaks function-length: most of it is the docstring
     What one process computes of all rows is what the ranks compute, forward and backward.
 
     Args:
-        query: [batch, query_heads, rows of this rank, head_dim].
+        query: [batch, query_heads, rows of this rank, head_dim]; or all three DTensors along the
+            plan's ranks, whose local parts these are (`Shard(2)`), and then results are such.
         key: [batch, kv_heads, rows of this rank, head_dim].
         value: [batch, kv_heads, rows of this rank, value_dim].
         plan: of `plan`, or of `Plan.for_mask`, with the mask. Masks and scores number the rows of
@@ -155,7 +157,8 @@ def attention_varlen(
     """`saccade.attention_varlen` of sequences whose rows are dealt to ranks: a collective.
 
     Args:
-        query: [rows of this rank, query_heads, head_dim].
+        query: [rows of this rank, query_heads, head_dim]; or DTensors as `attention` takes them
+            (`Shard(0)`).
         key: [rows of this rank, kv_heads, head_dim].
         value: [rows of this rank, kv_heads, value_dim].
         plan: made from the offsets of the sequences.
@@ -198,10 +201,13 @@ def _called(
 ) -> Any:  # fmt: skip
     """Check a call, compare it among ranks, and compute it."""
     checked_plan(plan)
-    fault, call, facts = None, None, {}
+    fault, call, facts, mesh = None, None, {}, None
     try:
         if unknown:
             raise _unknown(unknown)
+        rows, mesh = local_rows(plan, rows, 0 if flags.packed else 2)
+        if shards.any_sharded(sinks):
+            raise TypeError("sinks: got a DTensor, takes a plain tensor, whole on every rank")
         call, facts = _checked(plan, rows, sinks, score, options, flags)
     except (TypeError, ValueError, NotImplementedError) as error:
         fault = error  # others learn of it before they wait for this rank
@@ -215,6 +221,10 @@ def _called(
     output, lse = METHODS[plan.method](call)
     if flags.packed:
         output, lse = output.squeeze(0).transpose(0, 1), lse if lse is None else lse.squeeze(0)
+    if mesh is not None:
+        output = as_dtensor(plan, output, mesh, 0 if flags.packed else 2)
+        if flags.return_lse and lse is not None:
+            lse = as_dtensor(plan, lse, mesh, 1 if flags.packed else 2)
     return (output, lse) if flags.return_lse else output
 
 
@@ -231,8 +241,6 @@ def _checked(
     options: Options, flags: _Flags,
 ) -> tuple[LocalCall, dict[str, str]]:  # fmt: skip
     """The call of this rank, and what must be equal on all."""
-    if shards.any_sharded(*rows):
-        raise NotImplementedError("query: got a DTensor, takes this rank's rows: query.to_local()")
     shapes = arguments.PACKED_SHAPES if flags.packed else arguments.DENSE_SHAPES
     query, key, value = cast(*rows)
     arguments.check_tensors(query, key, value, shapes)

@@ -1,8 +1,8 @@
 """Costs: what a deal takes by each method, predicted from work, bytes and the speed of links.
 
 The model is coarse and printed with every plan: a rank computes its pairs at one speed, receives
-bytes from ranks of its host at the speed of a link and from others at that of the network, and
-waits a moment for each message. What overlaps counts once.
+bytes from ranks of its host at the speed of a link and from others at that of the network, copies
+them in its own memory, and waits a moment for each message. What overlaps counts once.
 """
 
 from __future__ import annotations
@@ -13,6 +13,9 @@ import torch
 from torch import Tensor
 
 METHODS = ("gather", "ulysses", "ring")
+# How often what messages bring is read or written in a GPU's own memory, forward and backward, as
+# two H200s took for it: rows are packed and put in order, and gradients added up in 32 bits.
+GATHER_PASSES, ULYSSES_PASSES = (9, 27), (19, 31)
 MERGE_PASSES = 10  # over numbers of 32 bits, that a partial output is merged by in a ring
 BACKWARD_FLOPS = 2.5  # times the forward pass's: five products of a tile for two
 
@@ -159,9 +162,14 @@ def _gather(work: Tensor, sent: Tensor, sizes: Sizes, machine: Machine) -> Cost:
     compute = sizes.seconds(float(work.max()), machine)
     arrival = float(_arrival(sent, sizes.kv_bytes, machine).max())
     groups = 2 if sizes.kv_heads % 2 == 0 else 1  # of heads: one computes while the next arrives
-    forward = max(compute, arrival) + min(compute, arrival) / groups
+    sends = float(_others(sent).sum()) > 0
+    once = float(sent.sum(1).max()) * sizes.kv_bytes / machine.memory_bytes * sends
+    forward = max(compute, arrival) + min(compute, arrival) / groups + GATHER_PASSES[0] * once
+    # Gradients come back from every rank that needed a row: where all need the same rows, their
+    # owner waits for more than it sent.
+    back = float(_arrival(sent.T, sizes.kv_bytes, machine).max())
     slow = BACKWARD_FLOPS * compute
-    backward = max(slow, arrival) + min(slow, arrival) / groups
+    backward = max(slow, back) + min(slow, back) / groups + GATHER_PASSES[1] * once
     return Cost(
         "gather", float(_others(sent).max()) * sizes.kv_bytes, int(sent.sum(1).max()), compute,
         arrival, forward, backward,
@@ -178,9 +186,10 @@ def _ulysses(work: Tensor, length: int, sizes: Sizes, machine: Machine) -> Cost:
     arrival += 3 * machine.latency * (ranks > 1)
     received = length / ranks * (ranks - 1) / ranks * (sizes.query_bytes + kv)
     held = length // max(min(ranks, sizes.kv_heads), 1)  # all rows, of some heads
+    once = length / ranks * (sizes.query_bytes + kv) / machine.memory_bytes * (ranks > 1)
     return Cost(
-        "ulysses", received, held, compute, arrival, compute + arrival,
-        BACKWARD_FLOPS * compute + arrival,
+        "ulysses", received, held, compute, arrival, compute + arrival + ULYSSES_PASSES[0] * once,
+        BACKWARD_FLOPS * compute + arrival + ULYSSES_PASSES[1] * once,
         ulysses_unsupported(ranks, sizes.query_heads, sizes.kv_heads),
     )  # fmt: skip
 
