@@ -9,6 +9,7 @@ what went wrong, "" where nothing did, to a file. What ends a rank has worlds of
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import sys
@@ -24,7 +25,6 @@ import tiny_families
 import tiny_models
 import torch
 import torch.distributed as dist
-import transformers
 from transformers.distributed.configuration_utils import DistributedConfig
 from worlds import joined, run_worlds
 
@@ -32,6 +32,7 @@ import saccade
 from saccade.serving.request import Generated
 
 WORLD = 2
+VOCABULARY = 98  # which the ranks divide, as transformers 5.17 takes no other
 MODELS = ("llama", "qwen3")
 FEW: dict[str, Any] = {
     "num_pages": 24, "page_size": 4, "max_batch_tokens": 16, "max_sequences": 6,
@@ -207,7 +208,9 @@ def what_cannot_be_shared_is_refused_by_name(rank: int, folder: Path) -> None:
     one_head = shared_out(tiny_models.llama(num_key_value_heads=1))
     texts = ["model: got LlamaForCausalLM with 1 kv heads over 2 ranks"]
     refused(ValueError, texts, lambda: engine_for(one_head))
-    hybrid = shared_out(tiny_families.HYBRIDS[0].make("sdpa"))
+    family = tiny_families.HYBRIDS[0]
+    family = dataclasses.replace(family, sizes={**family.sizes, "vocab_size": VOCABULARY})
+    hybrid = shared_out(family.make("sdpa"))
     texts = ["model: got Qwen3_5ForCausalLM, whose layers keep states of sequences, over 2 ranks"]
     refused(ValueError, texts, lambda: engine_for(hybrid))
     model = SHARED["llama"]
@@ -415,7 +418,7 @@ def run_ending(name: str) -> Callable[[int, int, Path], None]:
 
 
 if __name__ == "__main__":
-    assert transformers.__version__
+    tiny_models.SIZES["vocab_size"] = VOCABULARY
     compute_alone()
     where = Path(sys.argv[1])
     failed = run_worlds(run_rank, where, [WORLD])

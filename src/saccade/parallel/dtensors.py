@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import prod
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -67,6 +68,6 @@ def as_dtensor(plan: Plan, rows: Tensor, mesh: DeviceMesh, dim: int) -> Any:
     shape[dim] = plan.length
     stride = [prod(shape[at + 1 :]) for at in range(len(shape))]
     return DTensor.from_local(
-        rows.contiguous(), mesh, [Shard(dim)], run_check=False, shape=tuple(shape),
+        rows.contiguous(), mesh, [Shard(dim)], run_check=False, shape=torch.Size(shape),
         stride=tuple(stride),
     )  # fmt: skip
