@@ -11,6 +11,7 @@ import asyncio
 import hmac
 import json
 import logging
+import signal
 import sys
 import threading
 import time
@@ -511,7 +512,12 @@ def run(server: Server, host: str, port: int) -> None:
         running.should_exit = True
 
     server.driver.when_failed = stop
-    running.run()
+    # uvicorn raises a signal again once everything is answered; what comes after that, as telling
+    # other ranks of the end, is still to be done.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    with suppress(KeyboardInterrupt):
+        running.run()
+    signal.signal(signal.SIGTERM, before)
     if server.driver.failure is not None:
         raise RuntimeError(str(server.driver.failure)) from server.driver.failure
     if not running.started:
