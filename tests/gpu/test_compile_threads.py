@@ -181,7 +181,7 @@ class Loaded:
 class Asked:
     """A kernel, and arguments of it."""
 
-    __name__, key = "asked", ()
+    __name__, key, is_gluon = "asked", (), False
 
 
 @pytest.fixture
@@ -219,6 +219,22 @@ def test_what_fails_ahead_is_raised_by_the_call_that_needs_it_and_tried_again(
         known(kernel)
     assert known(kernel) == "machine code"
     assert not machine_code._found
+
+
+def test_kernels_that_take_longest_are_begun_first(
+    found: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun: list[Any] = []
+
+    def submit(work: Any, urgent: bool) -> Future[Any]:
+        begun.append(work.args[0])
+        return Future()
+
+    monkeypatch.setattr(compile_threads, "submit", submit)
+    kernels: list[Any] = [Asked() for _ in range(3)]
+    kernels[2].is_gluon = True
+    machine_code.begin_to_find([(kernel, kernel, {}) for kernel in kernels], 0, urgent=False)
+    assert begun == [kernels[2], kernels[0], kernels[1]]
 
 
 def test_an_interrupted_call_leaves_its_thread_at_work(

@@ -70,7 +70,7 @@ def map_of(address: int, shape: Any, strides: Any) -> bytes:
 class Kernel:
     """A kernel of arguments by these names."""
 
-    __name__ = "noted"
+    __name__, is_gluon = "noted", False
 
     def __init__(self, *names: str) -> None:
         self.arg_names = names

@@ -241,7 +241,8 @@ def begin_to_find(wanted: Sequence[Wanted], device: int, urgent: bool = True) ->
     urgent: whether a call waits for them.
     """
     architecture, keys = architecture_of(device), []
-    for kernel, arguments, options in wanted:
+    # Gluon's kernels take longest, so their sources are read first.
+    for kernel, arguments, options in sorted(wanted, key=lambda one: not one[0].is_gluon):
         key = _key(kernel, arguments, options, device)
         if key in _variants:
             continue
