@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from interpreter_operators import operators
+from interpreter_tiles import functions
 
 
 def hasten() -> None:
@@ -20,7 +21,8 @@ def hasten() -> None:
     - It describes the type of every tuple, and of what lies in it, as text that few ask for; and
       that of a tile, and its shape, anew for every tile.
     - It finds out what type the sum of two tiles has, and fills a tile with the number that is
-      added to another one, for every sum (interpreter_operators.py).
+      added to another one, for every sum (interpreter_operators.py); likewise for conversions,
+      new axes, products, loads and stores (interpreter_tiles.py).
     """
     from triton.language import core
     from triton.runtime import interpreter
@@ -28,7 +30,7 @@ def hasten() -> None:
     whole: Any = interpreter
     builder = whole.interpreter_builder
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
-    fast = operators(whole, core)
+    fast = operators(whole, core) | functions(whole, core)
     whole._patch_attr = _called_directly(whole, core, fast)
     whole._patch_lang = _once_a_kernel(whole._patch_lang)
     whole._get_np_dtype = _once_a_name(whole._get_np_dtype)
@@ -72,7 +74,7 @@ def _called_directly(
             options["_semantic"] = interpreter.interpreter_semantic
             return inner(*arguments, **options)
 
-        if name in fast and (owner is core.tensor) == name.startswith("__"):
+        if name in fast and (owner is core.tensor) == (name == "to" or name.startswith("__")):
             called = fast[name](called)
         scope.set_attr(owner, name, called)
 

@@ -13,11 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy
 
-_SIGNED = frozenset({"int32", "int64"})
-_WHOLE = _SIGNED | {"uint32"}
-_NUMBERS = _WHOLE | {"fp16", "fp32", "fp64"}
-_NUMPY_NAMES = {"int1": "bool", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-_UNKNOWN: Any = object()  # types that have not met
+SIGNED = frozenset({"int32", "int64"})
+WHOLE = SIGNED | {"uint32"}
+NUMBERS = WHOLE | {"fp16", "fp32", "fp64"}
+_NUMPY_NAMES = {
+    "int1": "bool",
+    "bf16": "uint16",
+    "fp16": "float16",
+    "fp32": "float32",
+    "fp64": "float64",
+}
+UNKNOWN: Any = object()  # types that have not met
 
 
 class _Operator(NamedTuple):
@@ -27,7 +33,7 @@ class _Operator(NamedTuple):
     swapped: bool = False  # whether the tensor is the second term
 
 
-class _Result(NamedTuple):
+class Result(NamedTuple):
     """What tensors of a type share, and the types of their handles and of numpy's data."""
 
     type: Any
@@ -44,26 +50,26 @@ def _divide(left: Any, right: Any) -> Any:
 
 
 _OPERATORS = {
-    "__add__": _Operator(numpy.add, _NUMBERS),
-    "__sub__": _Operator(numpy.subtract, _NUMBERS),
-    "__mul__": _Operator(numpy.multiply, _NUMBERS),
-    "__radd__": _Operator(numpy.add, _NUMBERS, swapped=True),
-    "__rsub__": _Operator(numpy.subtract, _NUMBERS, swapped=True),
-    "__rmul__": _Operator(numpy.multiply, _NUMBERS, swapped=True),
-    "__floordiv__": _Operator(_divide, _SIGNED),
-    "__mod__": _Operator(numpy.fmod, _SIGNED),
-    "__lt__": _Operator(numpy.less, _NUMBERS, compares=True),
-    "__le__": _Operator(numpy.less_equal, _NUMBERS, compares=True),
-    "__gt__": _Operator(numpy.greater, _NUMBERS, compares=True),
-    "__ge__": _Operator(numpy.greater_equal, _NUMBERS, compares=True),
-    "__eq__": _Operator(numpy.equal, _NUMBERS, compares=True),
-    "__ne__": _Operator(numpy.not_equal, _NUMBERS, compares=True),
-    "__and__": _Operator(numpy.bitwise_and, _WHOLE | {"int1"}),
-    "__or__": _Operator(numpy.bitwise_or, _WHOLE | {"int1"}),
-    "__xor__": _Operator(numpy.bitwise_xor, _WHOLE | {"int1"}),
+    "__add__": _Operator(numpy.add, NUMBERS),
+    "__sub__": _Operator(numpy.subtract, NUMBERS),
+    "__mul__": _Operator(numpy.multiply, NUMBERS),
+    "__radd__": _Operator(numpy.add, NUMBERS, swapped=True),
+    "__rsub__": _Operator(numpy.subtract, NUMBERS, swapped=True),
+    "__rmul__": _Operator(numpy.multiply, NUMBERS, swapped=True),
+    "__floordiv__": _Operator(_divide, SIGNED),
+    "__mod__": _Operator(numpy.fmod, SIGNED),
+    "__lt__": _Operator(numpy.less, NUMBERS, compares=True),
+    "__le__": _Operator(numpy.less_equal, NUMBERS, compares=True),
+    "__gt__": _Operator(numpy.greater, NUMBERS, compares=True),
+    "__ge__": _Operator(numpy.greater_equal, NUMBERS, compares=True),
+    "__eq__": _Operator(numpy.equal, NUMBERS, compares=True),
+    "__ne__": _Operator(numpy.not_equal, NUMBERS, compares=True),
+    "__and__": _Operator(numpy.bitwise_and, WHOLE | {"int1"}),
+    "__or__": _Operator(numpy.bitwise_or, WHOLE | {"int1"}),
+    "__xor__": _Operator(numpy.bitwise_xor, WHOLE | {"int1"}),
     # Of real numbers the smaller one depends on what is to become of NaN.
-    "minimum": _Operator(numpy.minimum, _WHOLE),
-    "maximum": _Operator(numpy.maximum, _WHOLE),
+    "minimum": _Operator(numpy.minimum, WHOLE),
+    "maximum": _Operator(numpy.maximum, WHOLE),
 }
 
 
@@ -76,7 +82,7 @@ def operators(interpreter: Any, core: Any) -> dict[str, Callable[[Any], Any]]:
     addition = _Types(_OPERATORS["__add__"], interpreter, core)
     made["__add__"] = addition.addition_before
     made |= {name: made[f"__{name}__"] for name in ("add", "sub", "mul")}
-    made["where"] = _Types(_Operator(numpy.where, _NUMBERS), interpreter, core).choice_before
+    made["where"] = _Types(_Operator(numpy.where, NUMBERS), interpreter, core).choice_before
     return made
 
 
@@ -85,8 +91,8 @@ class _Types:
 
     def __init__(self, operator: _Operator, interpreter: Any, core: Any) -> None:
         self.operator, self.interpreter, self.core = operator, interpreter, core
-        self.make = _maker(core.tensor, interpreter.TensorHandle)
-        self.results: dict[tuple[str, ...], _Result | None] = {}
+        self.make = maker(core.tensor, interpreter.TensorHandle)
+        self.results: dict[tuple[str, ...], Result | None] = {}
         self.constants: dict[tuple[str, type, float], Any] = {}
 
     def operator_before(self, own: Callable[..., Any]) -> Callable[..., Any]:
@@ -101,8 +107,8 @@ class _Types:
                 types, terms = (left.type.name, right.type.name), right.handle.data
             else:
                 types, terms = (left.type.name,), self.constant(left, right)
-            result = results.get(types, _UNKNOWN)
-            if result is _UNKNOWN:
+            result = results.get(types, UNKNOWN)
+            if result is UNKNOWN:
                 result = results[types] = self.result(left, right)
             if result is None or terms is None:
                 return own(left, right, *more, **options)
@@ -116,21 +122,28 @@ class _Types:
 
     def addition_before(self, own: Callable[..., Any]) -> Callable[..., Any]:
         """The same of a sum, whose first term may be an address."""
-        tensor, make, add_numbers = self.core.tensor, self.make, self.operator_before(own)
+        tensor, constexpr, make = self.core.tensor, self.core.constexpr, self.make
+        add_numbers = self.operator_before(own)
         addresses: dict[tuple[str, str], Any] = {}
 
         def add(left: Any, right: Any, **options: Any) -> Any:
-            both = left.__class__ is tensor and right.__class__ is tensor
-            if not both or not left.type.scalar.is_ptr():
+            if left.__class__ is not tensor or not left.type.scalar.is_ptr():
                 return add_numbers(left, right, **options)
-            types = left.type.name, right.type.name
-            found = addresses.get(types, _UNKNOWN)
-            if found is _UNKNOWN:
-                found = addresses[types] = self.address(left.type, right.type)
+            number = right.value if right.__class__ is constexpr else right
+            if number.__class__ is int and -(2**31) <= number < 2**31:
+                types, offset = (left.type.name, ""), number
+            elif number.__class__ is tensor:
+                types, offset = (left.type.name, number.type.name), number.handle.data
+            else:
+                return own(left, right, **options)
+            found = addresses.get(types, UNKNOWN)
+            if found is UNKNOWN:
+                terms = [each.type for each in (left, number) if each.__class__ is tensor]
+                found = addresses[types] = self.address(*terms)
             if found is None:
                 return own(left, right, **options)
             width, result = found
-            data = left.handle.data + width * right.handle.data.astype(numpy.uint64)
+            data = left.handle.data + width * numpy.asarray(offset).astype(numpy.uint64)
             return make(data, result)
 
         return add
@@ -147,8 +160,8 @@ class _Types:
             else:
                 types, terms = (left.type.name, ""), self.constant(left, right)
             types = (*types, condition.type.name)
-            result = results.get(types, _UNKNOWN)
-            if result is _UNKNOWN:
+            result = results.get(types, UNKNOWN)
+            if result is UNKNOWN:
                 boolean = condition.dtype.name == "int1"
                 result = self.result(left, right, condition) if boolean else None
                 results[types] = result
@@ -161,20 +174,20 @@ class _Types:
 
         return where
 
-    def result(self, left: Any, right: Any, *conditions: Any) -> _Result | None:
+    def result(self, left: Any, right: Any, *conditions: Any) -> Result | None:
         """What terms of these types give, or None: the interpreter is to say."""
         tensors = [left, right] if right.__class__ is self.core.tensor else [left]
         scalars = {each.dtype.name: each.dtype for each in tensors}
-        shape = _broadcast([each.type for each in (*tensors, *conditions)])
+        shape = broadcast([each.type for each in (*tensors, *conditions)])
         if shape is None or not scalars.keys() <= self.operator.scalars:
             return None
-        if len(scalars) > 1 and not scalars.keys() <= _SIGNED:
+        if len(scalars) > 1 and not scalars.keys() <= SIGNED:
             return None
         scalar = scalars.get("int64", left.dtype)
         if self.operator.compares:
             # The interpreter marks what it compared, and not the truths, in their handles.
-            return self.described(self.core.int1, shape)._replace(of_handle=scalar)
-        return self.described(scalar, shape)
+            return described(self.core, self.core.int1, shape)._replace(of_handle=scalar)
+        return described(self.core, scalar, shape)
 
     def constant(self, left: Any, number: Any) -> Any:
         """A number in the type of a tensor's numbers, as the interpreter converts it, or None."""
@@ -183,8 +196,8 @@ class _Types:
         if number.__class__ not in (int, float):
             return None  # a tensor may be what the other one is not known beside
         key = left.dtype.name, number.__class__, number
-        found = self.constants.get(key, _UNKNOWN)
-        if found is _UNKNOWN:
+        found = self.constants.get(key, UNKNOWN)
+        if found is UNKNOWN:
             if len(self.constants) > 10_000:
                 self.constants.clear()
             found = self.constants[key] = self.converted(left.dtype, number)
@@ -198,29 +211,33 @@ class _Types:
         alone = semantic.to_tensor(number).dtype.name
         if scalar.name == "uint32":
             fits = alone in ("int32", "uint32") and number >= 0
-        elif self.operator.compares or scalar.name in _SIGNED:
+        elif self.operator.compares or scalar.name in SIGNED:
             fits = alone == scalar.name or (alone, scalar.name) == ("int32", "int64")
         else:  # a real number takes every number's place
             fits = alone in ("int32", "fp32")
         fits = fits and scalar.name != "int1"
         return semantic.scalar_constant(number, scalar).handle.data if fits else None
 
-    def address(self, left: Any, right: Any) -> tuple[int, _Result] | None:
-        """The bytes of what an address points to, and what address and offset give."""
-        shape, pointee = _broadcast([left, right]), left.scalar.element_ty
-        if shape is None or right.scalar.name not in _SIGNED or pointee.is_block():
+    def address(self, left: Any, *offset: Any) -> tuple[int, Result] | None:
+        """The bytes of what an address points to, and what address and offset give.
+
+        offset: its type, if it is no number.
+        """
+        shape, pointee = broadcast([left, *offset]), left.scalar.element_ty
+        if shape is None or pointee.is_block() or any(o.scalar.name not in SIGNED for o in offset):
             return None
-        return max(1, pointee.primitive_bitwidth // 8), self.described(left.scalar, shape)
-
-    def described(self, scalar: Any, shape: tuple[int, ...]) -> _Result:
-        """A type, and what its tensors share."""
-        whole = self.core.block_type(scalar, list(shape)) if shape else scalar
-        model = self.core.tensor(None, whole)
-        name = "uint64" if scalar.is_ptr() else _NUMPY_NAMES.get(scalar.name, scalar.name)
-        return _Result(whole, scalar, model.shape, model.numel, scalar, numpy.dtype(name))
+        return max(1, pointee.primitive_bitwidth // 8), described(self.core, left.scalar, shape)
 
 
-def _broadcast(types: list[Any]) -> tuple[int, ...] | None:
+def described(core: Any, scalar: Any, shape: tuple[int, ...]) -> Result:
+    """A type, and what its tensors share."""
+    whole = core.block_type(scalar, list(shape)) if shape else scalar
+    model = core.tensor(None, whole)
+    name = "uint64" if scalar.is_ptr() else _NUMPY_NAMES.get(scalar.name, scalar.name)
+    return Result(whole, scalar, model.shape, model.numel, scalar, numpy.dtype(name))
+
+
+def broadcast(types: list[Any]) -> tuple[int, ...] | None:
     """The shape of what tensors give; (): a number; None: the interpreter is to say."""
     shapes = {tuple(each.shape) for each in types if each.is_block()}
     if len({len(shape) for shape in shapes}) > 1:
@@ -231,10 +248,10 @@ def _broadcast(types: list[Any]) -> tuple[int, ...] | None:
     return tuple(max(lengths, default=1) for lengths in sides)
 
 
-def _maker(tensor: Any, handle_type: Any) -> Callable[[Any, _Result], Any]:
+def maker(tensor: Any, handle_type: Any) -> Callable[[Any, Result], Any]:
     """What puts a tensor around numpy's data, without looking at it again."""
 
-    def make(data: Any, result: _Result) -> Any:
+    def make(data: Any, result: Result) -> Any:
         handle = handle_type.__new__(handle_type)
         made = tensor.__new__(tensor)
         made.type, made.dtype, made.shape, made.numel, handle.dtype, _ = result

@@ -8,18 +8,21 @@ from typing import Any
 import numpy
 import pytest
 from interpreter_operators import operators
+from interpreter_tiles import functions
 
 core: Any = pytest.importorskip("triton.language.core")
 interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
 OPERATORS = operators(interpreter, core)
+FAST = OPERATORS | functions(interpreter, core)
 # Taken here, as kernels that another test ends may leave the interpreter's own in their place.
 OWN = {
-    name: getattr(core.tensor if name.startswith("__") else core, name).__wrapped__
-    for name in OPERATORS
+    name: getattr(core.tensor if name == "to" or name.startswith("__") else core, name).__wrapped__
+    for name in FAST
 }
 SHAPES = ((), (4,), (4, 1), (1, 8), (4, 8))
 SCALARS = ("int1", "int32", "int64", "uint32", "float16", "float32", "float64")
 NUMBERS = (0, 3, -2, 2**31, 0.5, -1.5, float("inf"))
+MEMORY = numpy.arange(256, dtype="uint8") % 9  # what addresses point to
 
 
 def tensor(scalar: str, shape: tuple[int, ...], seed: int) -> Any:
@@ -39,7 +42,15 @@ def addresses(shape: tuple[int, ...], pointee: Any) -> Any:
     return core.tensor(interpreter.TensorHandle(data, kind), whole)
 
 
-def compare(name: str, *arguments: Any) -> bool:
+def places(shape: tuple[int, ...], scalar: str) -> Any:
+    """Addresses of numbers in memory, in no order."""
+    found = addresses(shape, getattr(core, scalar))
+    size = max(1, getattr(core, scalar).primitive_bitwidth // 8)
+    found.handle.data = MEMORY.ctypes.data + size * (found.handle.data // 64 * 5 % 32)
+    return found
+
+
+def compare(name: str, *arguments: Any, **keywords: Any) -> bool:
     """Call an operator both ways; whether the fast one answered by itself."""
     own = OWN[name]
     asked = []
@@ -49,13 +60,13 @@ def compare(name: str, *arguments: Any) -> bool:
         return own(*given, **options, _semantic=interpreter.interpreter_semantic)
 
     try:
-        wanted = call(*arguments)
+        wanted = call(*arguments, **keywords)
     except Exception as error:
         with pytest.raises(type(error)):
-            OPERATORS[name](call)(*arguments)
+            FAST[name](call)(*arguments, **keywords)
         return False
     asked.clear()
-    found = OPERATORS[name](call)(*arguments)
+    found = FAST[name](call)(*arguments, **keywords)
     assert found.type == wanted.type
     assert found.dtype == wanted.dtype
     assert [int(side) for side in found.shape] == [int(side) for side in wanted.shape]
@@ -102,4 +113,109 @@ def test_an_address_and_an_offset_give_what_the_interpreter_gives() -> None:
     for one, other, scalar in product(SHAPES, SHAPES, SCALARS):
         for pointee in (core.float16, core.int1, core.int64):
             served += compare("__add__", addresses(one, pointee), tensor(scalar, other, 1))
+    for shape, pointee in product(SHAPES, (core.float16, core.int64)):
+        for number in (*NUMBERS, core.constexpr(5), core.constexpr(-3)):
+            served += compare("__add__", addresses(shape, pointee), number)
     assert served > 50
+
+
+@pytest.mark.parametrize("name", ["cast", "to"])
+def test_a_conversion_gives_what_the_interpreter_gives(name: str) -> None:
+    served = 0
+    more = ("int8", "uint64", "bfloat16")
+    for source, target, shape in product((*SCALARS, "int8", "uint64"), (*SCALARS, *more), SHAPES):
+        served += compare(name, tensor(source, shape, 1), getattr(core, target))
+    assert served > 100
+    real = tensor("float32", (4,), 1)
+    real.handle.data = numpy.array([1e9, -1e9, 0.1, 2049.0], dtype="float32")
+    assert compare(name, real, core.constexpr(core.float16))
+    assert not compare(name, real, core.int32, bitcast=True)
+    assert not compare(name, tensor("float32", (4,), 1), core.float16, fp_downcast_rounding="rtz")
+
+
+def test_new_axes_are_those_of_the_interpreter() -> None:
+    whole, served = slice(None), 0
+    indices = ((whole, None), (None, whole), (None, whole, whole), (whole, None, whole), (None,))
+    for scalar, shape in product(SCALARS, SHAPES):
+        for index in (*indices, (whole, 0), (slice(1, 2), None), whole, None):
+            served += compare("__getitem__", tensor(scalar, shape, 1), index)
+        for axis in (0, 1, 2, -1, -2, 3, core.constexpr(0), (0, 1)):
+            served += compare("expand_dims", tensor(scalar, shape, 1), axis)
+    assert compare("__getitem__", addresses((4,), core.float16), (whole, None))
+    assert served > 100
+
+
+def test_a_filled_tile_is_that_of_the_interpreter() -> None:
+    """What was made once is copied, also where -0.0 equals what was made before."""
+    served = 0
+    for _ in range(2):
+        for scalar, shape in product(SCALARS, ([4], (4, core.constexpr(8)))):
+            for number in (0, 0.0, -0.0, 1, 1.0, float("-inf"), core.constexpr(3)):
+                served += compare("full", shape, number, getattr(core, scalar))
+        for start, end in ((0, 8), (8, 16), (core.constexpr(0), core.constexpr(8)), (0, 3)):
+            served += compare("arange", start, end)
+    assert served > 80
+    FAST["full"](None)([4], 0.0, core.float32).handle.data[:] = 1
+    assert compare("full", [4], 0.0, core.float32)
+
+
+def test_a_product_is_that_of_the_interpreter() -> None:
+    served = 0
+    for _, scalar, precision in product(range(2), SCALARS, ("ieee", "tf32", None)):
+        left, right = tensor(scalar, (16, 32), 1), tensor(scalar, (32, 16), 2)
+        for acc in (None, tensor("float32", (16, 16), 3), tensor("float16", (16, 16), 3)):
+            served += compare("dot", left, right, acc, input_precision=precision)
+    assert served > 12
+
+
+def test_a_load_reads_what_the_interpreter_reads() -> None:
+    served = 0
+    for scalar, shape, of_mask in product((*SCALARS, "int8"), SHAPES, (None, *SHAPES)):
+        mask = None if of_mask is None else tensor("int1", of_mask, 1)
+        if mask is not None:
+            mask.handle.data.flat[::3] = False
+        for other in (None, 0.0, 7, core.constexpr(2), tensor(scalar, (), 3)):
+            served += compare("load", places(shape, scalar), mask, other)
+    assert served > 100
+    pointer, mask = places((8,), "float32"), tensor("int1", (8,), 1)
+    assert compare("load", pointer, mask=mask, other=1.5)
+    assert not compare("load", pointer, mask, 1.5, volatile=True)
+    assert not compare("load", pointer, mask, 1.5, cache_modifier=".none")
+
+
+def test_a_store_writes_what_the_interpreter_writes() -> None:
+    served = 0
+    for scalar, shape, of_value in product((*SCALARS, "int8"), SHAPES, SHAPES):
+        for of_mask in (None, *SHAPES):
+            mask = None if of_mask is None else tensor("int1", of_mask, 1)
+            if mask is not None:
+                mask.handle.data.flat[::3] = False
+            served += _compare_stores(places(shape, scalar), tensor(scalar, of_value, 2), mask)
+    assert served > 50
+    assert not _compare_stores(places((8,), "float16"), tensor("float32", (8,), 2), None)
+    assert not _compare_stores(places((8,), "float32"), 1.0, None)
+
+
+def _compare_stores(pointer: Any, value: Any, mask: Any) -> bool:
+    asked, before = [], MEMORY.copy()
+
+    def call(*given: Any, **options: Any) -> Any:
+        asked.append(given)
+        return OWN["store"](*given, **options, _semantic=interpreter.interpreter_semantic)
+
+    try:
+        try:
+            call(pointer, value, mask)
+        except Exception as error:
+            with pytest.raises(type(error)):
+                FAST["store"](call)(pointer, value, mask)
+            assert (before == MEMORY).all()
+            return False
+        wanted = MEMORY.copy()
+        MEMORY[:] = before
+        asked.clear()
+        FAST["store"](call)(pointer, value, mask)
+        assert (wanted == MEMORY).all()
+    finally:
+        MEMORY[:] = before
+    return not asked
