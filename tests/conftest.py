@@ -46,6 +46,10 @@ LONGEST = (  # files that take more than a quarter of a minute
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    # torch.manual_seed() keeps what it would tell a GPU that may come, with the whole stack of
+    # calls: milliseconds and memory for each of thousands of seeds.
+    for backend in (torch.cuda, torch.xpu, torch.mtia):
+        setattr(backend, "manual_seed_all", lambda seed: None)  # noqa: B010 - of a module
 if os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton"):
     from interpreter import hasten, mend
 

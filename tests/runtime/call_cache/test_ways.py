@@ -32,22 +32,23 @@ REFUSED = {  # pages are not cast; the reference reads lengths
 
 
 @functools.cache
-def report(operation: str) -> dict[str, Any]:
-    """What the program saw of an operation."""
+def reports() -> dict[str, Any]:
+    """What the program saw of each operation."""
     paths = os.pathsep.join(map(str, (ROOT / "src", ROOT / "tests")))
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "runtime.call_cache.ways", operation],
+        [sys.executable, "-W", "ignore", "-m", "runtime.call_cache.ways"],
         cwd=ROOT, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(OPERATIONS, lines, strict=True))
 
 
 @pytest.mark.parametrize("name", list(WAYS))
 @pytest.mark.parametrize("operation", list(OPERATIONS))
 def test_first_and_later_calls_are_alike(operation: str, name: str) -> None:
-    found = report(operation)[name]
+    found = reports()[operation][name]
     cold, again, after = found["runs"].values()
     refused = REFUSED.get((operation, name))
     if refused is None:
