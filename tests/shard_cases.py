@@ -1,9 +1,9 @@
 """Cases of calls on DTensors, run by two processes beside each other.
 
-    python tests/shard_cases.py RANK STORE ANSWERS
+    python tests/shard_cases.py FOLDER
 
-Each case compares a sharded call, and its gradients, with the same call on plain tensors; rank 0
-writes what went wrong, "" where nothing did, to a file.
+Each case compares a sharded call, and its gradients, with the same call on plain tensors; each rank
+writes what went wrong, "" where nothing did, to a file of the folder.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import json
 import sys
 import traceback
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from worlds import joined, run_worlds
 
 import saccade
 from saccade import masks, scores
@@ -396,24 +396,21 @@ def _refusals(mesh: Any) -> None:
                                                   state_index=index))  # fmt: skip
 
 
-def main(rank: int, store: str, answers: str) -> None:
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD,
-        timeout=timedelta(seconds=120),
-    )  # fmt: skip
-    mesh = init_device_mesh("cpu", (WORLD,))
+def run_rank(rank: int, world: int, folder: Path) -> None:
+    """Run all cases as one rank of a world."""
     found = {}
-    for number, (name, check) in enumerate(CASES.items()):
-        torch.manual_seed(number)
-        try:
-            check(mesh)
-            found[name] = ""
-        except Exception:
-            found[name] = traceback.format_exc()
-        Path(f"{answers}.{rank}").write_text(json.dumps(found), encoding="utf-8")
-        dist.barrier()
-    dist.destroy_process_group()
+    with joined(rank, world, folder):
+        mesh = init_device_mesh("cpu", (world,))
+        for number, (name, check) in enumerate(CASES.items()):
+            torch.manual_seed(number)
+            try:
+                check(mesh)
+                found[name] = ""
+            except Exception:
+                found[name] = traceback.format_exc()
+            (folder / f"found.{rank}").write_text(json.dumps(found), encoding="utf-8")
+            dist.barrier()
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), *sys.argv[2:])
+    sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [WORLD]))

@@ -41,7 +41,11 @@ def test_the_engine_is_loaded_when_it_is_asked_for() -> None:
     assert done.stdout.decode().strip() == "[] ['saccade.serving']"
 
 
-def test_import_adds_at_most_a_fifth_of_a_second() -> None:
-    """Or, where a slow or busy machine takes long for torch too, a fifth of what that takes."""
-    ours, torchs, _ = min(imported() for _ in range(3))
-    assert ours <= max(0.2, torchs / 5)
+def test_import_adds_at_most_a_fifth_of_what_torch_takes() -> None:
+    """Of processor time, both in one process: a slow or busy machine takes longer for either.
+
+    What else runs makes some processes slower than others, and none faster: so of several
+    processes the least counts, of one part as of the other.
+    """
+    ours, torchs, _ = zip(*(imported() for _ in range(4)), strict=True)
+    assert min(ours) <= min(torchs) / 5
