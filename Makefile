@@ -76,9 +76,10 @@ docs: $(DOCS_STAMP) ## run the chapters and build the site, out/site/index.html 
 	@$(BIN)/python tools/reference_pages.py --check
 	@echo "Built out/site/index.html"
 
-# Whose shape annotations the tests check at run time. No module that holds kernels: the check wraps
-# every annotated function, and Triton cannot compile a wrapped one ("tl is not defined"). Nor the
-# public edge, which refuses wrong arguments with errors of its own.
+# Whose shape annotations the tests of operations check at run time, those of what calls operations
+# not (tests/conftest.py). No module that holds kernels: the check wraps every annotated function,
+# and Triton cannot compile a wrapped one ("tl is not defined"). Nor the public edge, which refuses
+# wrong arguments with errors of its own.
 OPS := attention linear_attention paged_attention
 CHECKED := $(OPS:%=ops.%.reference) $(OPS:%=ops.%.cpu) runtime.dropout
 comma := ,
@@ -88,7 +89,7 @@ CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 # first (tests/conftest.py). One torch thread a worker: the workers already fill the cores.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECK_SHAPES := --jaxtyping-packages=$(CHECKED_MODULES),shape_checks.typechecked
-test: $(DEV_STAMP) browser ## run the tests that need no GPU (16 minutes on two cores)
+test: $(DEV_STAMP) browser ## run the tests that need no GPU (14 minutes on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(PYTEST) \
 	    -m "not gpu and not training and not slow" $(CHECK_SHAPES) $(ARGS)
 

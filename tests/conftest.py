@@ -8,39 +8,43 @@ import importlib.util
 import os
 from pathlib import Path
 
+import jaxtyping
 import pytest
 import torch
 
 HERE = Path(__file__).parent
+CALLERS = ("bench", "demo", "integrations", "serving")
+"""Folders of tests that call operations as users do, by shapes that their own tests try."""
 LONGEST = (  # files that take more than a quarter of a minute
     "ops/attention/test_contract.py",
     "ops/linear_attention/test_contract.py",
-    "integrations/test_transformers_compile.py",
     "kernel_check/test_variants.py",
-    "ops/attention/test_custom_op.py",
+    "integrations/test_transformers_compile.py",
+    "serving/test_engine.py",
+    "integrations/test_transformers_families.py",
     "ops/paged_attention/test_contract.py",
-    "serving/test_interrupts.py",
+    "serving/test_engine_failures.py",
+    "parallel/test_calls.py",
+    "docs/test_chapters.py",
+    "ops/linear_attention/test_custom_op.py",
+    "serving/test_compiled_layers.py",
+    "serving/test_decode_steps.py",
     "runtime/call_cache/test_ways.py",
     "ops/attention/test_contract_hidden.py",
-    "docs/test_chapters.py",
-    "serving/test_decode_steps.py",
-    "serving/test_engine.py",
-    "serving/test_engine_failures.py",
-    "integrations/test_transformers_families.py",
+    "modifiers/test_intervals.py",
+    "modifiers/test_compile.py",
     "kv_cache/test_interrupts.py",
-    "kernel_check/test_commands.py",
-    "ops/linear_attention/test_custom_op.py",
-    "test_memory_safety.py",
-    "serving/test_compiled_layers.py",
-    "parallel/test_calls.py",
+    "ops/attention/test_custom_op.py",
+    "serving/test_interrupts.py",
     "bench/test_measure.py",
-    "runtime/test_shards.py",
     "bench/test_models.py",
     "serving/test_hybrid.py",
     "serving/test_server.py",
-    "modifiers/test_compile.py",
+    "runtime/test_shards.py",
+    "test_memory_safety.py",
+    "kernel_check/test_commands.py",
     "kv_cache/test_paged_cache_fuzz.py",
-    "modifiers/test_intervals.py",
+    "bench/test_command.py",
     "training/test_training_tools.py",
 )
 
@@ -70,6 +74,12 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.freeze()
     gc.set_threshold(100_000, 50, 100)
     gc.enable()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Check shapes where operations are tested: it takes a third of the time of what calls them."""
+    folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
+    jaxtyping.config.update("jaxtyping_disable", folder in CALLERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
