@@ -297,9 +297,9 @@ def test_memory_of_a_plan_is_bounded_by_strips(monkeypatch):
     monkeypatch.setattr(intervals, "classify", measure)
     length = 2**17
     sizes = TileSizes(1, 1, length, length, 0, block_mask.QUERY_TILE, block_mask.KV_TILE)
-    started = time.perf_counter()
+    started = time.process_time()
     (group,) = block_mask.head_groups(sizes, variant_of(masks.window(4096)))
-    assert time.perf_counter() - started < 10
+    assert time.process_time() - started < 10
     assert max(classified_by_kernel) <= block_mask.STRIP * (length // block_mask.KV_TILE)
     assert len(classified_by_kernel) == length // (block_mask.QUERY_TILE * block_mask.STRIP)
     assert len(group.tiles) == length // block_mask.QUERY_TILE
