@@ -200,6 +200,10 @@ FAMILIES: dict[str, Callable[[int], tuple[list[Tensor], ...]]] = {
     "two passes": lambda length: dense(256, length, causal=True, deterministic=True),
     "equal bits": lambda length: dense(64, length, causal=True, deterministic=True),
     "varlen": lambda length: varlen(length),
+    "by Triton": lambda length: dense(64, length, causal=True, implementation="triton"),
+    "by Triton, no mask": lambda length: dense(
+        64, length, deterministic=True, implementation="triton"
+    ),
 }
 
 
@@ -221,6 +225,8 @@ def test_what_was_recorded_of_a_length_serves_the_others(
         step_by_step = all_lengths(LENGTHS)
     for memory in ("_lengths", "_backwards"):
         monkeypatch.setattr(hopper_host, memory, {})
+    for memory in ("_lengths", "_launches"):
+        monkeypatch.setattr(triton_host, memory, {})
     monkeypatch.setattr(call_cache, "_layouts", {})
     all_lengths([LENGTHS[0] + 2] * 2)  # the second one is recorded
     monkeypatch.setattr(Launch, "__call__", None)  # who goes step by step fails

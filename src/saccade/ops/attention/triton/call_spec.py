@@ -22,6 +22,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Launch, current_device
 from saccade.gpu.pass_recorder import MemoryLayout
+from saccade.gpu.recording import PassFamily
 from saccade.gpu.signature import Number
 from saccade.gpu.wide_heads import tile_width, width_of
 from saccade.modifiers import intervals
@@ -209,6 +210,7 @@ class CallSpec(NamedTuple):
     constants: dict[str, Any]  # of every kernel
     find: Any  # of Views of packed rows
     launches: dict[Any, Launch]  # of all lengths
+    families: dict[Any, PassFamily]  # of backward passes of all lengths, by what they start
     layouts: Mapping[int, Layout] = NOTHING  # of tensors, by id: instead of what they say
 
     @staticmethod
@@ -227,7 +229,7 @@ class CallSpec(NamedTuple):
         }
         device = current_device(inputs.query)
         arch, count = architecture(inputs.query), multiprocessors(inputs.query)
-        return CallSpec(geometry, packed, device, arch, count, constants, find, {})
+        return CallSpec(geometry, packed, device, arch, count, constants, find, {}, {})
 
     def at(self, inputs: Inputs) -> CallSpec:
         """What a call of other lengths shares."""

@@ -15,7 +15,7 @@ kernel for queries makes the row statistics itself.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +32,7 @@ from saccade.gpu.kernel_args import (
     view,
 )
 from saccade.gpu.launcher import Launch, compile_ahead, compile_side_by_side, current_device
+from saccade.gpu.pass_recorder import MemoryLayout, layout_of
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
 from saccade.gpu.signature import Number, Stride, sourced
@@ -335,10 +336,7 @@ def prepare(
     )
     statistics, queries, which = None, None, "backward_queries"
     if not (ordered and variant.mask):  # without a mask queries have no registers for them
-        sizes = {name: spec.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
-        sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
-        options = {"num_warps": 4, "num_stages": 1}
-        statistics = spec.family(attention_row_statistics, sizes, options)
+        statistics = statistics_launch(spec, chained)
     if ordered:
         early = early if statistics else {}
         queries = spec.launch(attention_backward_queries, which, call, requested, early, **chained)
@@ -354,6 +352,14 @@ def prepare(
     if not ordered:  # what gradients of queries are added up in
         numbers = *numbers, *inputs.query.shape, *contiguous(inputs.query.shape)
     present = results.grad_lse is not None, results.residual is not None, ordered
+    programs = (
+        of_queries.programs(STATISTICS_TILE),
+        of_tiles,
+        -(-of_tiles // VERDICTS_AT_ONCE.value),
+        of_queries.programs(sizes[1][0]),
+    )
+    started = statistics, queries, keys, nan_safe if variant.mask else None
+    lengths = lengths_of_pass(started, programs, numbers, results.lse, gradients)
     over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
     return Launches(
         spec,
@@ -363,18 +369,49 @@ def prepare(
         queries and queries.of(numbers, present),
         over_queries,
         Planner(inputs, variant, spec.geometry, sizes[1], over_keys=True),
-        programs=(
-            of_queries.programs(STATISTICS_TILE),
-            of_tiles,
-            -(-of_tiles // VERDICTS_AT_ONCE.value),
-            of_queries.programs(sizes[1][0]),
-        ),
+        programs=programs,
         alone=brings_three(inputs, variant) and not over_queries.needed,
         tables={},
         numbers=numbers,
         gradients=tuple(memory_like(rows, results.lse.device) for rows in gradients),
-        done=RecordedPass(inputs.query),
+        done=RecordedPass(inputs.query, family_of(spec, started, present), lengths),
     )
+
+
+def statistics_launch(spec: CallSpec, chained: Mapping[str, bool]) -> Launch:
+    """The kernel for row statistics."""
+    sizes = {name: spec.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
+    sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
+    return spec.family(attention_row_statistics, sizes, {"num_warps": 4, "num_stages": 1})
+
+
+Started = tuple[Launch | None, Launch | None, Launch, Launch | None]
+"""Kernels in their order: for statistics, queries, keys, and the NaN-safe ones."""
+
+
+def family_of(spec: CallSpec, started: Started, present: tuple[bool, ...]) -> PassFamily:
+    """What passes share that start the same kernels."""
+    key = present, *[None if launch is None else launch.shared for launch in started]
+    return spec.families.setdefault(key, PassFamily())
+
+
+def lengths_of_pass(
+    started: Started, programs: tuple[int, int, int, int], numbers: tuple[int, ...],
+    lse: Tensor, gradients: Sequence[Tensor],
+) -> Lengths | None:  # fmt: skip
+    """All that lengths decide of a pass in the ordered form; of another one it is not said.
+
+    programs: as Launches has them.
+    """
+    if started[1] is None or not lse.is_contiguous():
+        return None
+    of_statistics, of_keys, of_nan_safe, of_queries = programs
+    in_order = of_statistics, of_queries, of_keys, of_nan_safe
+    memory = [layout_of(lse)] * 2 + [layout_of(gradient) for gradient in gradients]
+    if started[3] is not None:
+        memory.append(MemoryLayout((of_keys,), (1,), torch.int32))  # verdicts
+    pairs = zip(started, in_order, strict=True)
+    return Lengths(numbers, tuple([count for launch, count in pairs if launch]), memory)
 
 
 def ordered_is_faster(spec: CallSpec) -> bool:
