@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import served
 import torch
+from blind import Blind, beside
 from pairs import covering
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from replayed import with_graphs
+from sampled import REQUESTS, of_one_alone
 from transformers.utils import import_utils
 
 import saccade
@@ -18,10 +20,10 @@ from saccade.ops.attention.triton import call_spec
 from saccade.runtime.spec import KernelConfig, PagedInputs
 from saccade.runtime.validation import prepare_paged
 from saccade.serving import decode_steps
-from saccade.serving import engine as engines
-from saccade.serving.decode_steps import Decoder, batch_sizes, packed_sizes
+from saccade.serving.decode_steps import Decoder, batch_sizes
 from saccade.serving.decoding import Sampling
 from saccade.serving.model import PackedModel
+from saccade.serving.prompt_steps import packed_sizes
 from saccade.serving.scheduler import Scheduler
 
 NEW = 10
@@ -40,19 +42,6 @@ def test_tokens_are_the_same_in_padded_batches_and_ahead(name, preemption, num_p
     generated = engine.generate(served.prompts(), **GREEDY)
     assert served.tokens_of(generated) == served.wanted(name, NEW)
     served.assert_nothing_is_held(engine)
-
-
-REQUESTS: list[dict[str, Any]] = [
-    {}, {"temperature": 1.2, "seed": 3}, {"temperature": 0.9, "top_k": 7, "seed": 1},
-    {"repetition_penalty": 1.5, "frequency_penalty": 0.4}, {"logit_bias": {5: 4.0, 9: -9.0}},
-    {"temperature": 1.5, "min_p": 0.1, "presence_penalty": 1.0, "logprobs": 3},
-    {"min_new_tokens": 5}, {"logprobs": 0},
-]  # fmt: skip
-
-
-def of_one_alone(prompt: list[int], options: dict[str, Any]) -> Any:
-    engine = served.engine(num_pages=200, run_ahead=False)
-    return engine.generate([prompt], max_new_tokens=9, stop_tokens=[4, 8, 15, 16], **options)[0]
 
 
 @pytest.mark.parametrize(
@@ -80,6 +69,22 @@ def test_a_request_gets_the_same_tokens_whatever_else_is_served(settings):
             assert one.logprob == pytest.approx(other.logprob, abs=1e-9)
     assert engine.statistics().preemptions > 0
     served.assert_nothing_is_held(engine)
+
+
+def test_biases_end_with_their_request():
+    engine = served.engine(num_pages=64, max_sequences=2)
+    prompt = served.prompts()[0]
+    biased: dict[str, Any] = {"logit_bias": {5: 50.0}}
+    first = engine.generate([prompt], max_new_tokens=2, stop_tokens=(), **biased)
+    assert first[0].tokens == [5, 5]
+    plain, other = (
+        engine.submit(prompt, **GREEDY),  # in the lane that the first one had, or the other has it
+        engine.submit(prompt, **GREEDY, **biased),
+    )
+    again = engine.submit(prompt, **GREEDY)
+    assert other.result().tokens == [5] * NEW
+    wanted = served.uncached("llama", tuple(prompt), NEW)
+    assert plain.result().tokens == again.result().tokens == wanted
 
 
 def test_samples_that_share_a_prompt_run_ahead_too():
@@ -178,35 +183,6 @@ def test_a_page_of_an_unchecked_step_is_found_by_nobody(monkeypatch):
 
 # ---- no look at any number -----------------------------------------------------------------------
 
-READS = {
-    "_local_scalar_dense", "item", "is_nonzero", "nonzero", "masked_select", "equal", "unique",
-    "_unique2", "unique_dim", "repeat_interleave", "bincount",
-}  # fmt: skip
-
-
-class Blind(TorchDispatchMode):
-    """Refuses what would wait for a GPU."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name.split("::")[1]
-        if name in READS:
-            raise AssertionError(f"{func} waits for the device")
-        by_booleans = name == "index" and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        assert not by_booleans, "an index of booleans waits for the device"
-        return func(*args, **kwargs or {})
-
-
-def beside(real: Any) -> Any:
-    """An operator of ours, which waits for nothing on a GPU, and has tests of its own for that."""
-
-    def call(*tensors: Any, **options: Any) -> Any:
-        with _disable_current_modes():
-            return real(*tensors, **options)
-
-    return call
-
 
 # Experts of transformers find their tokens by `nonzero`, unless they multiply in groups.
 @pytest.mark.parametrize("name", [name for name in served.NAMES if name != "gpt_oss"])
@@ -296,7 +272,8 @@ def test_warming_up_takes_every_size_and_leaves_nothing(monkeypatch):
     assert {(rows, each) for rows in (1, 2, 4, 8, 13) for each in (1, 2, 4, 6) if each <= rows} <= {
         *sizes
     }
-    assert sizes[-4:] == [(1, 1), (2, 2), (4, 4), (6, 6)]  # that decode, without graphs
+    decoding = [(1, 1), (2, 2), (4, 4), (6, 6)]  # without graphs
+    assert any(sizes[at : at + 4] == decoding for at in range(len(sizes)))
     assert "\nsteps of all sizes were tried (" in engine.explain()
     assert engine.cache.statistics().asked == 0
     served.assert_nothing_is_held(engine)
@@ -334,7 +311,9 @@ def test_steps_that_are_tried_need_all_kernels_that_others_need(mask, monkeypatc
     monkeypatch.setattr(call_spec, "architecture", lambda tensor: "sm_90")
     monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 132)
     tried = {
-        kernel for rows, each in packed_sizes(512, 24) for kernel in kernels_of(rows, each, 8, mask)
+        kernel
+        for rows, each in packed_sizes(range(1, 513), 24)
+        for kernel in kernels_of(rows, each, 8, mask)
     }
     chance = random.Random(0)
     for _ in range(60):
@@ -348,31 +327,6 @@ def test_what_has_no_room_is_not_tried():
     engine = served.engine(num_pages=2, max_batch_tokens=64, warm_up=True)
     served.assert_nothing_is_held(engine)
     assert len(engine.generate([[5]], max_new_tokens=3)[0].tokens) == 3
-
-
-def replayed(work: Any, pool: Any) -> Any:
-    """In the place of a graph: the same work each time, whose results stay at one address."""
-    result = work()
-
-    def replay() -> Any:
-        again = work()
-        for kept, new in zip(_tensors(result), _tensors(again), strict=True):
-            kept.copy_(new)
-        return result
-
-    return replay
-
-
-def _tensors(result: Any) -> list[torch.Tensor]:
-    several = [result] if isinstance(result, torch.Tensor) else result
-    return [each for each in several if each is not None]
-
-
-def with_graphs(monkeypatch: pytest.MonkeyPatch, captured: Any = replayed) -> None:
-    """As if there were graphs on a CPU."""
-    monkeypatch.setattr(decode_steps, "captured", captured)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(engines, "why_eager", lambda *asked: "" if asked[1] else "not asked")
 
 
 def test_captured_steps_give_the_same_tokens(monkeypatch):

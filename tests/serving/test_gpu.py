@@ -1,8 +1,10 @@
 """Decode steps as CUDA graphs on a GPU, against the same padded steps run eagerly."""
 
+import copy
 import random
 from typing import Any
 
+import disturbed
 import pytest
 import served
 import tiny_models
@@ -54,13 +56,53 @@ def tokens(model: Any, **options: Any) -> list[list[int]]:
     return found
 
 
+@pytest.mark.parametrize("prompt_sizes", [None, [8, 24, 64]], ids=["", "prompts-too"])
 @pytest.mark.parametrize("compiled", [False, True], ids=["as-it-is", "compiled"])
-def test_graphs_give_the_tokens_of_eager_steps(model, compiled):
+def test_graphs_give_the_tokens_of_eager_steps(model, compiled, prompt_sizes):
     # The same kernels over the same padded rows, so not one bit differs.
-    wanted = tokens(model, cuda_graphs=False, compile=compiled)
+    options = {"compile": compiled, "prompt_sizes": prompt_sizes}
+    wanted = tokens(model, cuda_graphs=False, **options)
     for _ in range(3):
-        found = tokens(model, cuda_graphs=True, compile=compiled, run_ahead=False)
+        found = tokens(model, cuda_graphs=True, run_ahead=False, **options)
         assert found == wanted
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["as-it-is", "compiled"])
+def test_merged_products_give_the_models_tokens(model, compiled):
+    # In float32, where rounding turns no choice between tokens.
+    merged = copy.deepcopy(model)
+    engine = saccade.Engine(
+        merged, num_pages=200, max_sequences=5, max_length=200, warm_up=False, compile=compiled,
+        merge_products=True,
+    )  # fmt: skip
+    assert "4 groups of products are merged" in engine.explain()
+    assert ("2 layers are compiled as one" in engine.explain()) == compiled
+    made = engine.generate(served.prompts(), max_new_tokens=30, stop_tokens=())
+    if next(model.parameters()).dtype == torch.float32:
+        plain = saccade.Engine(
+            model, num_pages=200, max_sequences=5, max_length=200, cuda_graphs=False
+        )
+        wanted = plain.generate(served.prompts(), max_new_tokens=30, stop_tokens=())
+        assert served.tokens_of(made) == served.tokens_of(wanted)
+    served.assert_nothing_is_held(engine)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_happens_no_token_changes(model, seed, monkeypatch):
+    """Arrivals, cancels, faults and interrupts in any line, while graphs run ahead of the host."""
+    engine = saccade.Engine(
+        model, num_pages=24, page_size=4, max_sequences=6, max_batch_tokens=16, max_length=64,
+        compile=False, progress=False,
+    )  # fmt: skip
+    assert "steps that read prompts are CUDA graphs for 16 rows" in engine.explain()
+    found = disturbed.disturb(engine, 250, random.Random(seed), monkeypatch)
+    assert len(found) > 30
+    if next(model.parameters()).dtype == torch.float32:
+        alone = saccade.Engine(
+            model, num_pages=64, page_size=4, max_sequences=6, max_length=64, cuda_graphs=False
+        )
+        for prompt, options, tokens in found:
+            assert disturbed.ask(alone, prompt, options).result().tokens == tokens
 
 
 def test_compiled_layers_give_the_models_tokens(model):
@@ -109,7 +151,8 @@ def test_warming_up_leaves_nothing(model):
         progress=False,
     )  # fmt: skip
     assert "2 layers are compiled as one" in engine.explain()
-    assert "steps that read prompts were tried" in engine.explain()
+    assert "steps that read prompts are CUDA graphs for 32 rows" in engine.explain()
+    assert "were tried" not in engine.explain()
     served.assert_nothing_is_held(engine)
 
 

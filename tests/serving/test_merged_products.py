@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from replayed import with_graphs
 from torch import Tensor
 
 import saccade
 from saccade.serving import merged_products
+from saccade.serving.compiled_layers import CompiledLayers
 from saccade.serving.model import PackedModel
 
 transformers = pytest.importorskip("transformers")
@@ -121,7 +123,7 @@ def test_weights_that_were_replaced_leave_the_merged_product(products: list[int]
 def test_another_threads_pass_is_not_merged() -> None:
     model = model_of()
     engine = engine_of(model)
-    group: Any = engine._model._step_layers
+    group: Any = engine._model.step_layers
     assert isinstance(group, merged_products.MergedProducts)
     rows, found = torch.randn(1, 3, 32), []
 
@@ -138,7 +140,7 @@ def test_another_threads_pass_is_not_merged() -> None:
 
 def test_an_interrupted_pass_leaves_the_model_as_it_was() -> None:
     model = model_of()
-    group: Any = engine_of(model)._model._step_layers
+    group: Any = engine_of(model)._model.step_layers
     with pytest.raises(KeyboardInterrupt):
         group.call(None, lambda _: (_ for _ in ()).throw(KeyboardInterrupt()))
     assert not any("forward" in vars(each) for each in model.modules())
@@ -183,11 +185,36 @@ def test_what_is_not_merged_has_a_reason(change: Any, reason: str) -> None:
     assert tokens(engine) == wanted
 
 
-def test_compiled_layers_and_other_types_are_refused() -> None:
-    with pytest.raises(TypeError, match="merge_products: got 'auto'"):
-        saccade.Engine(model_of(), merge_products="auto")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="merge_products: got True beside compiled layers"):
-        engine_of(model_of(), compile=True)
+def test_other_types_are_refused() -> None:
+    with pytest.raises(ValueError, match='merge_products: got 1, takes True, False or "auto"'):
+        saccade.Engine(model_of(), merge_products=1)  # type: ignore[arg-type]
+
+
+def test_products_are_merged_where_layers_are_compiled_for_graphs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CompiledLayers.__init__, "__defaults__", ("eager",))
+    model = model_of()
+    assert "merged" not in saccade.Engine(model, num_pages=64, compile=True).explain()
+    with_graphs(monkeypatch)
+    options: dict[str, Any] = {"num_pages": 64, "cuda_graphs": True, "warm_up": False}
+    assert "merged" not in saccade.Engine(model, **options, compile=False).explain()
+    assert "merged" not in saccade.Engine(model, **options, merge_products=False).explain()
+    wanted, engine = plain_tokens(model), saccade.Engine(model, **options)
+    assert "4 groups of products are merged" in engine.explain()
+    assert tokens(engine) == wanted
+
+
+def test_compiled_layers_merge_where_all_products_are_merged(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(CompiledLayers.__init__, "__defaults__", ("eager",))
+    model = model_of(num_hidden_layers=1)
+    replace_forward(model.model.layers[0].self_attn.k_proj)
+    wanted, engine = plain_tokens(model), engine_of(model, compile=True)
+    assert "1 groups of products are not merged: a layer's forward" in engine.explain()
+    assert ", each product by itself, as some are not merged" in engine.explain()
+    assert tokens(engine) == wanted
 
 
 def test_a_model_whose_code_takes_no_views_is_served_as_it_is(

@@ -250,7 +250,7 @@ def serve(
     sizes: dict[str, Any] = {
         "max_sequences": max_sequences, "num_pages": num_pages, "max_length": max_length,
         "cuda_graphs": cuda_graphs, "compile": "auto" if compile is None else compile,
-        "max_batch_tokens": max(512, max_sequences), "rank_timeout": rank_timeout,
+        "max_batch_tokens": max(384, max_sequences), "rank_timeout": rank_timeout,
     }  # fmt: skip
     asked = Serving(
         model, host, port, api_key, name, chat_template, (max_body, max_waiting, max_seconds),

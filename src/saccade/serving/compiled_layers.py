@@ -22,8 +22,11 @@ import torch
 from rich.console import Console
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import lookup_backend
 
 from saccade import masks, scores
+from saccade.serving.compiled_products import with_products_of_all
+from saccade.serving.merged_products import MergedProducts
 from saccade.serving.model import PackedModel, check_packed_passes, window_of
 
 # As many graphs as a model may have layers that differ (in windows, experts, sizes).
@@ -98,9 +101,16 @@ class CompiledLayers:
 
     Args:
         backend: of `torch.compile`.
+        merges: whether products of equal rows are one, over weights that lie side by side.
     """
 
-    def __init__(self, model: torch.nn.Module, backend: str | Callable[..., Any] = "inductor"):
+    def __init__(
+        self, model: torch.nn.Module, backend: str | Callable[..., Any] = "inductor",
+        *, merges: bool = False,
+    ):  # fmt: skip
+        if merges:
+            plain = lookup_backend(backend) if isinstance(backend, str) else backend
+            backend = with_products_of_all(plain)
         self._layers: list[tuple[Any, Callable[..., Any]]] = [
             (layer, torch.compile(layer._call_impl, dynamic=True, backend=backend))
             for layer in decoder_layers(model)
@@ -181,7 +191,8 @@ def compile_layers(
 ) -> str:
     """Compile a model's layers for all its steps, and try whether they give what it gives.
 
-    A model whose code cannot be compiled, or gives other logits then, goes on as it is.
+    A model whose code cannot be compiled, or gives other logits then, goes on as it is. Products
+    that are merged in the model's own layers are merged in the compiled ones, if all are.
 
     Args:
         page_size, options: of the engine.
@@ -195,7 +206,9 @@ def compile_layers(
         return "no layers are compiled: latents are taken from them, which a graph does not do"
     if model.state_layers is not None:
         return "no layers are compiled: states are handed to them, which a graph does not do"
-    layers = CompiledLayers(model.module)
+    before = model.step_layers
+    merges = isinstance(before, MergedProducts) and before.complete
+    layers = CompiledLayers(model.module, merges=merges)
     if not len(layers):
         return f"no layers are compiled: {model.name} has no list of layers that attend"
     console = Console(stderr=True)
@@ -207,10 +220,13 @@ def compile_layers(
         else:
             _try(model, page_size, options)
     except Exception as error:  # whatever a compiler, or a model's code under it, raises
-        model.call_with(None)
+        model.call_with(before)
         said = " ".join(str(error).split()) or type(error).__name__
         return f"no layers are compiled: {shorten(said, 300)}"
-    return f"{len(layers)} layers are compiled as one ({time.perf_counter() - begin:.1f} s)"
+    said = f"{len(layers)} layers are compiled as one ({time.perf_counter() - begin:.1f} s)"
+    if before is not None and not merges:
+        said += ", each product by itself, as some are not merged"
+    return said
 
 
 def _try(model: PackedModel, page_size: int, options: Mapping[str, Any]) -> None:

@@ -33,9 +33,9 @@ from saccade.serving.decoding import (
     Traits,
     check_number,
 )
-from saccade.serving.model import BatchStep, LayerCall, LayerCalls, PackedModel, Rows, written
-from saccade.serving.request import Limits, Request
-from saccade.serving.scheduler import Chunk, StepPlan
+from saccade.serving.model import LayerCall, LayerCalls, PackedModel, Rows, written
+from saccade.serving.request import Request
+from saccade.serving.scheduler import Chunk
 from saccade.serving.states import StepStates
 
 WHOLE, REAL = 7, 6  # words of a row: the token, its position and settings; what is no whole number
@@ -272,12 +272,12 @@ class Decoder:
     ):  # fmt: skip
         self._model, self._cache, self._options = model, cache, options
         self._lanes, self.sizes, self.reason = lanes, sizes, reason
-        most = lanes.spare if sizes is None else sizes[-1]
+        self.most = lanes.spare if sizes is None else sizes[-1]
         width = -(-longest // cache.page_size)
         if None in cache.windows:  # which keeps all that a sequence has
             width = min(width, cache.num_pages[cache.windows.index(None)])
         widths = [width] * len(cache.windows)
-        self.inbox = Inbox(most, widths, lanes.vocabulary, cache.device)
+        self.inbox = Inbox(self.most, widths, lanes.vocabulary, cache.device)
         self._widths = [0] * len(widths)  # pages of each row that the host's buffer has room for
         self._requests: list[Request] = []  # whose rows it holds
         self._chunks: Sequence[Chunk] = []  # of the step that was said
@@ -286,7 +286,12 @@ class Decoder:
         self._choices: dict[tuple[int, Traits], Callable[[], Chosen]] = {}
         self._logits: Tensor | None = None  # of all captured passes
         self._pool: Any = None
-        self.seconds = self.prompt_seconds = 0.0  # that warming up took
+        self.seconds = 0.0  # that capturing took, or trying
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether steps are captured, and so read weights where they lay then."""
+        return bool(self._passes)
 
     # ---- what the host says ----------------------------------------------------------------------
 
@@ -300,15 +305,19 @@ class Decoder:
         self._chunks = chunks
         number = len(chunks)
         size = number if self.sizes is None else next(n for n in self.sizes if n >= number)
-        most = max(chunk.stop for chunk in chunks)
-        width = -(-most // self._cache.page_size)
+        width = self._pages_of_longest(chunks)
         same = ahead and size == self._size and requests == self._requests
         self._requests = []  # until all is written
         self.inbox.wait()
         if not same or any([width > room for room in self._widths]):
-            room = 1 << (width - 1).bit_length()
-            self._widths = [min(room, table.shape[1]) for table in self.inbox.tables]
-            self._write(chunks, lanes, size)
+            rows = [
+                Row(
+                    chunk.request.last_token if chunk.known else DEVICES_OWN, chunk.start,
+                    chunk.given - 1, lane, chunk.request.sampling,
+                )
+                for chunk, lane in zip(chunks, lanes, strict=True)
+            ]  # fmt: skip
+            self._write(chunks, rows, size)
         else:
             for row, chunk in enumerate(chunks):
                 self.inbox.advance(row, chunk.start, chunk.given - 1)
@@ -326,11 +335,25 @@ class Decoder:
         self.inbox.send(len(rows), [0] * len(self._widths))
         return self.inbox.settings(len(rows))
 
-    def _write(self, chunks: Sequence[Chunk], lanes: Sequence[int], size: int) -> None:
-        for number, (chunk, lane) in enumerate(zip(chunks, lanes, strict=True)):
-            request = chunk.request
-            token = request.last_token if chunk.known else DEVICES_OWN
-            row = Row(token, chunk.start, chunk.given - 1, lane, request.sampling)
+    def say_sequences(self, chunks: Sequence[Chunk], rows: Sequence[Row]) -> None:
+        """Tell the device of as many sequences as there may be; those behind the last are padding.
+
+        Args:
+            rows: where each chunk begins, and how a token is chosen from its last row.
+        """
+        self._requests = []
+        size = self.most
+        self.inbox.wait()
+        self._write(chunks, rows, size)
+        self.inbox.send(size, self._widths)
+
+    def _pages_of_longest(self, chunks: Sequence[Chunk]) -> int:
+        return -(-max(chunk.stop for chunk in chunks) // self._cache.page_size)
+
+    def _write(self, chunks: Sequence[Chunk], rows: Sequence[Row], size: int) -> None:
+        room = 1 << (self._pages_of_longest(chunks) - 1).bit_length()
+        self._widths = [min(room, table.shape[1]) for table in self.inbox.tables]
+        for number, (chunk, row) in enumerate(zip(chunks, rows, strict=True)):
             self.inbox.write(number, row)
             self._write_pages(number, chunk, size)
         for number in range(len(chunks), size):
@@ -359,7 +382,16 @@ class Decoder:
         if take is None:
             step = self._step(size)
             return decoding.choose(self._model.logits(step), step.settings, traits, self._lanes)
-        logits = take()
+        return self.choose(take(), traits)
+
+    @torch.inference_mode()
+    def choose(self, logits: Tensor, traits: Traits) -> Chosen:
+        """A token from each row of logits, as was said of these rows.
+
+        Args:
+            logits: where graphs have them, if there are graphs.
+        """
+        size = len(logits)
         fitting = (
             self._choices[size, captured] for captured in CAPTURED
             if (size, captured) in self._choices
@@ -381,25 +413,21 @@ class Decoder:
 
     # ---- graphs ----------------------------------------------------------------------------------
 
-    def warm_up(self, rows: int, progress: bool) -> None:
-        """Try steps that read prompts, and capture those that decode, or try them too.
+    def warm_up(self, tries: bool, progress: bool) -> None:
+        """Capture steps of all sizes, or try them where there are no graphs.
 
         A model that cannot be captured, since it reads numbers on the host say, is left to run
         eagerly, and `reason` says why.
 
         Args:
-            rows: of steps that read prompts, at most; 0: nothing is tried.
+            tries: whether steps are tried that are not captured.
             progress: whether to show a bar, if the standard error is a terminal.
         """
-        if rows:
-            self.prompt_seconds = warm_up_prompts(
-                self._model, self._cache, self._options, rows, self._lanes.spare, progress=progress
-            )
         begin = time.perf_counter()
         if self.reason or self.sizes is None:
-            if rows:
+            if tries:
                 self._try_eagerly(progress)
-                self.prompt_seconds += time.perf_counter() - begin
+                self.seconds = time.perf_counter() - begin
             return
         try:
             # The largest first: others then fit into its memory.
@@ -420,12 +448,16 @@ class Decoder:
 
     def _padded_step(self, size: int) -> DecodeStep:
         """A step of padding alone."""
+        self.say_nothing()
+        return self._step(size)
+
+    def say_nothing(self) -> None:
+        """Tell the device of no request: all rows are padding."""
         self._requests, self._size, self._chunks = [], 0, []
         self.inbox.wait()
-        for number in range(size):
+        for number in range(self.most):
             self.inbox.write(number, self.padding)
-        self.inbox.send(size, [0] * len(self._widths))
-        return self._step(size)
+        self.inbox.send(self.most, [0] * len(self._widths))
 
     @torch.inference_mode()
     def _capture(self, size: int) -> None:
@@ -434,7 +466,7 @@ class Decoder:
             self._pool = torch.cuda.graph_pool_handle()
             self._logits = torch.empty_like(self._model.logits(step))
         logits = self._logits[:size]
-        take = captured(lambda: logits.copy_(self._model.logits(step)), self._pool)
+        take = self.captured_pass(step, size)
         for traits in CAPTURED:
             chosen = captured(
                 lambda traits=traits: decoding.choose(logits, step.settings, traits, self._lanes),
@@ -443,6 +475,13 @@ class Decoder:
             self._choices[size, traits] = chosen
         self._passes[size] = take
 
+    @torch.inference_mode()
+    def captured_pass(self, step: Any, rows: int) -> Callable[[], Tensor]:
+        """A pass of a step as a graph, that gives so many rows of logits where all graphs do."""
+        assert self._logits is not None  # steps that decode are captured first
+        logits = self._logits[:rows]
+        return captured(lambda: logits.copy_(self._model.logits(step)), self._pool)
+
     def explain(self) -> str:
         """How steps run, and why."""
         if self.reason:
@@ -450,9 +489,6 @@ class Decoder:
         else:
             sizes = ", ".join(map(str, sorted(self._passes)))
             said = f"decode steps are CUDA graphs for {sizes} sequences ({self.seconds:.1f} s)"
-        if self.prompt_seconds:
-            tried = "steps of all sizes" if self.reason else "steps that read prompts"
-            said += f"\n{tried} were tried ({self.prompt_seconds:.1f} s)"
         return said
 
 
@@ -486,51 +522,6 @@ def shown(sizes: Sequence[Any], doing: str, progress: bool) -> Iterable[Any]:
     console = Console(stderr=True)
     hidden = not (progress and console.is_terminal)
     return track(sizes, doing, console=console, transient=True, disable=hidden)
-
-
-# ---- prompts -------------------------------------------------------------------------------------
-# Steps that read prompts run eagerly. Which kernels they need follows from how many rows and
-# sequences there are, in powers of two: so one step of each size compiles all of them.
-
-
-def packed_sizes(rows: int, sequences: int) -> list[tuple[int, int]]:
-    """Sizes of packed steps, of rows and of sequences, between which no other kernel is needed."""
-
-    def powers(most: int) -> list[int]:
-        return [*(1 << power for power in range((most - 1).bit_length())), most]
-
-    return [(row, each) for row in powers(rows) for each in powers(sequences) if each <= row]
-
-
-def warm_up_prompts(
-    model: PackedModel, cache: saccade.PagedCache, options: Mapping[str, Any],
-    rows: int, sequences: int, *, progress: bool,
-) -> float:  # fmt: skip
-    """Take a packed step of each size, in free pages of the cache; the seconds that it took.
-
-    What has no room in the cache is left out: it will never come.
-    """
-    begin = time.perf_counter()
-    for of_step, among in shown(packed_sizes(rows, sequences), "Compiling for prompts", progress):
-        numbers = [cache.allocate() for _ in range(among)]
-        ends = [of_step * each // among for each in range(among + 1)]
-        counts = [stop - start for start, stop in itertools.pairwise(ends)]
-        try:
-            slots = cache.grow(dict(zip(numbers, counts, strict=True)))
-            chunks = []
-            for number, count in zip(numbers, counts, strict=True):
-                request = Request(number, [0] * count, Sampling(), Limits(1), sequence=number)
-                chunks.append(Chunk(request, 0, count, True))
-            plan = StepPlan(chunks, slots)
-            model.logits(BatchStep(cache, plan, model.numbers, options, model.states_of_layers))
-        except saccade.OutOfPagesError:
-            continue
-        finally:
-            for number in numbers:
-                cache.free(number)
-    if cache.device.type == "cuda":
-        torch.cuda.synchronize(cache.device)
-    return time.perf_counter() - begin
 
 
 class LaneNumbers:

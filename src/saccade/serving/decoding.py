@@ -252,8 +252,9 @@ class Lanes:
             self.counts[lane] = counts
             self.prompted[lane] = False
             self.prompted[lane, self._numbers(prompt)] = True
-        if traits.biased:
+        if "biases" in self._tables:  # a lane's last request may have had some
             self.biases[lane] = 0.0
+        if traits.biased:
             biases = on_device(list(sampling.logit_bias.values()), self.biases.dtype, self.device)
             self.biases[lane, self._numbers(list(sampling.logit_bias))] = biases
         if traits.held:

@@ -12,8 +12,9 @@ from saccade import PagedCache
 from saccade.serving.compiled_layers import compile_layers, read_compile
 from saccade.serving.decode_steps import Decoder, read_batch_sizes, why_eager
 from saccade.serving.decoding import Lanes, Sampling, TextStream, Tokenizer, check_number
-from saccade.serving.merged_products import check_merged
+from saccade.serving.merged_products import check_merged, read_merge
 from saccade.serving.model import PackedModel
+from saccade.serving.prompt_steps import PromptSteps, read_prompt_sizes
 from saccade.serving.rank_workers import FollowingWorker, worker_for
 from saccade.serving.ranks import Arrival, read_ranks
 from saccade.serving.request import (
@@ -62,16 +63,19 @@ class Engine:
         implementation: of `saccade.attention_paged`.
         batch_sizes: of steps in which every request writes its next token; others are padded to
             the next. None: a few with cuda_graphs, else every size.
-        cuda_graphs: whether such steps are captured now, and replayed. None: on a GPU.
+        prompt_sizes: rows of steps in which prompts are read; others are padded to the next, and
+            larger ones are not. None: a few up to 1024 with cuda_graphs and warm_up, else none.
+        cuda_graphs: whether steps of these sizes are captured now, and replayed. None: on a GPU.
         compile: whether the model's layers are compiled by `torch.compile`, all as one, so that
             their small kernels are joined. "auto": with cuda_graphs. Results are rounded otherwise
             than by the model as it is. A model that cannot be compiled is run as it is.
         merge_products: whether layers that are given the same rows (q, k and v; gate and up)
             multiply them by all their weights at once, which are moved to lie side by side; the
-            model's parameters are then views of these. Not with compiled layers.
+            model's parameters are then views of these. "auto": with cuda_graphs and compiled
+            layers.
         run_ahead: whether a step begins before the tokens of the one before are looked at, so that
             a GPU need not wait for the host. None: with cuda_graphs.
-        warm_up: whether a step of each size in which prompts are read is tried now, so that its
+        warm_up: whether steps of all sizes that are not captured are tried now, so that their
             kernels are compiled before requests come. None: with cuda_graphs.
         progress: whether a bar is shown on the standard error, if that is a terminal, while
             kernels are compiled and steps captured.
@@ -110,7 +114,7 @@ class Engine:
         memory: int | None = None,
         page_size: int = 16,
         page_dtype: Any = None,
-        max_batch_tokens: int = 512,
+        max_batch_tokens: int = 384,
         max_sequences: int = 64,
         max_length: int | None = None,
         preemption: Preemption = "swap",
@@ -118,9 +122,10 @@ class Engine:
         batch_invariant: bool = False,
         implementation: str | None = None,
         batch_sizes: Sequence[int] | None = None,
+        prompt_sizes: Sequence[int] | None = None,
         cuda_graphs: bool | None = None,
         compile: bool | Literal["auto"] = "auto",
-        merge_products: bool = False,
+        merge_products: bool | Literal["auto"] = "auto",
         run_ahead: bool | None = None,
         warm_up: bool | None = None,
         progress: bool = True,
@@ -130,7 +135,7 @@ class Engine:
             raise ValueError(f'preemption: got {preemption!r}, takes "swap" or "recompute"')
         check_number("max_sequences", max_sequences, least=1)
         check_number("max_batch_tokens", max_batch_tokens, least=max_sequences)
-        self._ranks = read_ranks(model, rank_timeout, merge_products)
+        self._ranks = read_ranks(model, rank_timeout, merge_products is True)
         self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
         if max_length is None:
@@ -152,27 +157,33 @@ class Engine:
         reason = why_eager(self._model, cuda_graphs, self.ranks)
         asked = read_compile(compile, by_default=not reason)
         sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
+        tries = not reason if warm_up is None else warm_up
+        rows = read_prompt_sizes(prompt_sizes, max_batch_tokens, padded=tries and not reason)
         if self._ranks is not None:  # before any of them takes a step
             self._ranks.agree({
                 "model": f"{self._model.name}, {self._model.layers}", "options": options,
                 "tokenizer": "none" if tokenizer is None else type(tokenizer).__name__,
                 "pages": (self.cache.num_pages, page_size, page_dtype, preemption, host_pages),
-                "sizes": (max_batch_tokens, max_sequences, max_length, sizes),
+                "sizes": (max_batch_tokens, max_sequences, max_length, sizes, rows),
                 "run_ahead": run_ahead, "warm_up": warm_up, "compile": asked, "steps": reason,
             })  # fmt: skip
-        self._layers = check_merged(self._model, page_size, options, merge_products, asked)
-        self._layers += compile_layers(self._model, page_size, options, progress) if asked else ""
+        merges = read_merge(merge_products, by_default=asked and not reason and self.ranks == 1)
+        said = [check_merged(self._model, page_size, options, merges)]
+        said += [compile_layers(self._model, page_size, options, progress)] if asked else []
+        self._layers = "\n".join(filter(None, said))
         lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
-        tries = not reason if warm_up is None else warm_up
-        self._decoder.warm_up(max_batch_tokens if tries else 0, progress)
+        self._prompts = PromptSteps(self._model, self.cache, options, lanes, self._decoder, rows)
+        self._prompts.warm_up(max_batch_tokens if tries else 0, progress)
+        self._model.watch()
         ahead = not reason if run_ahead is None else run_ahead
         if self._ranks is not None:
-            layers = "compiled" if self._model.has_step_layers else "the model's"
-            self._ranks.agree({"steps": self._decoder.reason or "captured", "layers": layers})
+            layers = "compiled" if self._model.step_layers is not None else "the model's"
+            steps = self._decoder.reason or "captured", self._prompts.sizes
+            self._ranks.agree({"steps": steps, "layers": layers})
         self._worker = worker_for(
-            self._ranks, self._model, self.cache, self._scheduler, self._decoder, lanes, options,
-            ahead=ahead,
+            self._ranks, self._model, self.cache, self._scheduler, self._decoder, self._prompts,
+            lanes, ahead=ahead,
         )  # fmt: skip
         self._arrivals = itertools.count()
 
@@ -302,7 +313,10 @@ class Engine:
 
     def explain(self) -> str:
         """How steps run, and why."""
-        said = [self._decoder.explain(), self._layers, explain_states(self._model, self.cache)]
+        said = [
+            self._decoder.explain(), self._prompts.explain(), self._layers,
+            explain_states(self._model, self.cache),
+        ]  # fmt: skip
         if self._ranks is not None:
             said.append(self._ranks.explain([layer.kv_heads for layer in self._model.layers]))
         return "\n".join(filter(None, said))

@@ -16,7 +16,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -88,10 +88,14 @@ class MergedGroup:
 
 
 class MergedProducts:
-    """The groups of a model, in it while a step is under way (`StepLayers`)."""
+    """The groups of a model, in it while a step is under way (`StepLayers`).
 
-    def __init__(self, groups: Sequence[MergedGroup]):
-        self.groups = groups
+    Attributes:
+        complete: whether all layers of equal rows are in groups.
+    """
+
+    def __init__(self, groups: Sequence[MergedGroup], *, complete: bool):
+        self.groups, self.complete = groups, complete
         self._thread: int | None = None  # that takes a step
         self._forwards = [
             [self._forward(group, number) for number in range(len(group.layers))]
@@ -156,27 +160,24 @@ def merge_products(model: PackedModel) -> str:
             found.append(MergedGroup(layers))
     said = [f"{count} groups of products are not merged: {why}" for why, count in reasons.items()]
     if found:
-        model.call_with(MergedProducts(found))
+        model.call_with(MergedProducts(found, complete=not reasons))
         size = sum(group.nbytes for group in found) / 2**20
         said.insert(0, f"{len(found)} groups of products are merged ({size:.1f} MiB of weights "
                     "moved, none copied for good)")  # fmt: skip
     return "\n".join(said) or "no products are merged: no linear layers are given the same rows"
 
 
-def read_merge(asked: bool, compiled: bool) -> bool:
+def read_merge(asked: bool | Literal["auto"], *, by_default: bool) -> bool:
     """Whether products are to be merged.
 
     Raises:
-        TypeError: for what is no bool.
-        ValueError: beside compiled layers.
+        ValueError: for what is neither a bool nor "auto".
     """
-    if not isinstance(asked, bool):
-        raise TypeError(f"merge_products: got {asked!r}, takes True or False")
-    if asked and compiled:
-        raise ValueError(
-            "merge_products: got True beside compiled layers, takes it with compile=False"
-        )
-    return asked
+    if isinstance(asked, bool):
+        return asked
+    if asked != "auto":
+        raise ValueError(f'merge_products: got {asked!r}, takes True, False or "auto"')
+    return by_default
 
 
 def linears_of_equal_rows(model: PackedModel) -> list[list[Linear]]:
@@ -231,7 +232,8 @@ def why_not(layers: Sequence[Linear], in_storage: Counter[int]) -> str:
     if any(each.is_inference() or not each.is_contiguous() for each in parameters):
         return "a weight was made in inference mode, or is not contiguous"
     names = ["weight"] if layers[0].bias is None else ["weight", "bias"]
-    if all(_follow(layers, name) for name in names):  # another engine has merged them
+    if all(_follow([_parameter(layer, name) for layer in layers]) for name in names):
+        # another engine has merged them
         return ""
     storages = [each.untyped_storage() for each in parameters]
     alone = all(
@@ -247,15 +249,22 @@ def _parameter(layer: Linear, name: str) -> Any:
     return layer._parameters[name]
 
 
-def _follow(layers: Sequence[Linear], name: str) -> bool:
-    """Whether the parameters of layers lie one behind the other in memory of their own."""
-    parts = [_parameter(layer, name) for layer in layers]
-    address = parts[0].untyped_storage().data_ptr()
-    size = sum(part.nbytes for part in parts)
-    if any(part.untyped_storage().nbytes() != size for part in parts):
+def as_one(parts: Sequence[Tensor]) -> Tensor | None:
+    """Weights that lie one behind the other, as one tensor; None where they do not."""
+    if not _follow(parts):
+        return None
+    size = sum([part.shape[0] for part in parts])
+    return parts[0].detach().as_strided((size, *parts[0].shape[1:]), parts[0].stride())
+
+
+def _follow(parts: Sequence[Tensor]) -> bool:
+    """Whether tensors lie one behind the other in memory of their own, which holds nothing else."""
+    storage = parts[0].untyped_storage()
+    address = storage.data_ptr()
+    if storage.nbytes() != sum([part.nbytes for part in parts]):
         return False
     for part in parts:
-        if part.data_ptr() != address:
+        if part.data_ptr() != address or not part.is_contiguous():
             return False
         address += part.nbytes
     return True
@@ -265,27 +274,26 @@ def _side_by_side(layers: Sequence[Linear], name: str) -> Tensor:
     """All weights or biases as one tensor, of which the layers' own become views."""
     parts = [_parameter(layer, name) for layer in layers]
     with torch.inference_mode(False), torch.no_grad():
-        if _follow(layers, name):
-            size = sum(part.shape[0] for part in parts)
-            return parts[0].data.as_strided((size, *parts[0].shape[1:]), parts[0].stride())
+        found = as_one(parts)
+        if found is not None:
+            return found
         whole = torch.cat([part.data for part in parts])
         for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
             part.data = view
+        if whole.device.type == "cuda":  # else blocks too small for the next group would pile up
+            torch.cuda.empty_cache()
     return whole
 
 
 def check_merged(
-    model: PackedModel, page_size: int, options: Mapping[str, Any], merge: bool, compiled: bool
+    model: PackedModel, page_size: int, options: Mapping[str, Any], merge: bool
 ) -> str:
-    """`check_packed_passes`, with merged products where they are asked for and give the same.
-
-    Args:
-        compiled: whether layers will be compiled.
+    """`check_packed_passes`, with merged products where they are wanted and give the same.
 
     Returns:
-        How merging went; "" where it was not asked for.
+        How merging went; "" where it was not wanted.
     """
-    if not read_merge(merge, compiled):
+    if not merge:
         check_packed_passes(model, page_size, options)
         return ""
     if model.state_layers is not None:

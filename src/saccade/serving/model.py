@@ -19,6 +19,7 @@ from torch import Tensor
 import saccade
 from saccade import integrations
 from saccade.serving.decoding import Sampling, on_device
+from saccade.serving.model_watch import ModelWatch
 from saccade.serving.request import Limits, Request
 from saccade.serving.scheduler import Scheduler, StepPlan
 from saccade.serving.states import StateShape, StepStates, state_rows
@@ -92,14 +93,49 @@ class LayerCalls:
             )
 
 
-class BatchStep:
-    """One forward pass over the rows of several sequences, packed into one.
+class PackedRows:
+    """How a step attends whose rows are chunks of sequences, one behind the other.
 
     Args:
         cache: where keys and values go.
-        plan: whose rows they are, and their slots.
         layers: for each call of an attention layer in a pass its number in the cache.
         options: of `saccade.attention_paged`, such as batch_invariant.
+    """
+
+    _slots: Sequence[Int[Tensor, " rows"]]  # of each group of layers, as the next
+    _tables: Sequence[tuple[Tensor, Tensor]]  # page tables and lengths of the sequences
+    _offsets: Int[Tensor, " sequences_and_one"]  # of the sequences' rows
+
+    def __init__(
+        self, cache: saccade.PagedCache, layers: Mapping[LayerCall, int],
+        options: Mapping[str, Any],
+    ):  # fmt: skip
+        self._cache, self._calls, self._options = cache, LayerCalls(layers), options
+
+    def end(self) -> None:
+        """All layers were called."""
+        self._calls.end()
+
+    def attend(
+        self, layer_index: int | None, query: Rows, key: Rows, value: Rows, **options: Any
+    ) -> Float[Tensor, "1 rows heads value_dim"]:
+        """Write a layer's new keys and values, and attend over all of each sequence."""
+        layer = self._calls.next(layer_index)
+        pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
+        scales = written(pages, key, value, self._slots[group])
+        output = saccade.attention_paged(
+            query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[group],
+            cu_seqlens_q=self._offsets, **options, **scales, **self._options,
+        )  # fmt: skip
+        return output.unsqueeze(0)
+
+
+class BatchStep(PackedRows):
+    """One forward pass over the rows of several sequences, packed into one.
+
+    Args:
+        cache, layers, options: as in `PackedRows`.
+        plan: whose rows they are, and their slots.
         states: how many tensors each layer with states has.
     """
 
@@ -107,7 +143,7 @@ class BatchStep:
         self, cache: saccade.PagedCache, plan: StepPlan, layers: Mapping[LayerCall, int],
         options: Mapping[str, Any], states: Sequence[int] = (),
     ):  # fmt: skip
-        self._cache, self._calls, self._options = cache, LayerCalls(layers), options
+        super().__init__(cache, layers, options)
         sequences = [chunk.request.sequence for chunk in plan.chunks]
         self._tables = cache.tables([sequence for sequence in sequences if sequence is not None])
         ends = [0]
@@ -142,23 +178,6 @@ class BatchStep:
         """The rows' tokens and positions."""
         self._calls.begin()
         return self.input_ids, self.position_ids
-
-    def end(self) -> None:
-        """All layers were called."""
-        self._calls.end()
-
-    def attend(
-        self, layer_index: int | None, query: Rows, key: Rows, value: Rows, **options: Any
-    ) -> Float[Tensor, "1 rows heads value_dim"]:
-        """Write a layer's new keys and values, and attend over all of each sequence."""
-        layer = self._calls.next(layer_index)
-        pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
-        scales = written(pages, key, value, self._slots[group])
-        output = saccade.attention_paged(
-            query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[group],
-            cu_seqlens_q=self._offsets, **options, **scales, **self._options,
-        )  # fmt: skip
-        return output.unsqueeze(0)
 
 
 def written(pages: Any, key: Rows, value: Rows, slots: Int[Tensor, " rows"]) -> dict[str, Any]:
@@ -282,8 +301,9 @@ class PackedModel:
         self.state_layers = _check_kind(model)
         model.set_attn_implementation("saccade")
         self._model = model.eval()
-        self._weights = [each for each in model.parameters() if not each.is_inference()]
-        self._step_layers: StepLayers | None = None
+        self._renewals = 0
+        self.watch()
+        self.step_layers: StepLayers | None = None
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.longest: int | None = getattr(config, "max_position_embeddings", None)
@@ -321,12 +341,7 @@ class PackedModel:
 
     def call_with(self, layers: StepLayers | None) -> None:
         """From now on steps are called with other layers than the model has; None: with these."""
-        self._step_layers = layers
-
-    @property
-    def has_step_layers(self) -> bool:
-        """Whether steps are called with other layers."""
-        return self._step_layers is not None
+        self.step_layers = layers
 
     def check_mode(self) -> None:
         """Refuse a model that was put into training mode since, if it drops activations then."""
@@ -343,7 +358,40 @@ class PackedModel:
 
         Weights of inference mode count no writes, and neither does what is written through `.data`.
         """
-        return sum(weight._version for weight in self._weights)
+        # More than any weight is written, so that no number comes twice.
+        return (self._renewals << 48) + sum(weight._version for weight in self._weights)
+
+    def watch(self) -> None:
+        """From now on the model is to be what it is."""
+        self._renewals += 1
+        self._weights = [each for each in self._model.parameters() if not each.is_inference()]
+        self._watch = ModelWatch(self._model)
+
+    def seems_same(self) -> bool:
+        """Whether nothing hints at a change of the model since; takes a microsecond or two."""
+        return self._watch.seems_same()
+
+    def check_same(self, *, addresses_matter: bool) -> None:
+        """Refuse a model that was changed since it was watched, but for its weights' numbers.
+
+        Weights that were replaced by others of their kind count as written.
+
+        Args:
+            addresses_matter: whether weights must not be replaced, as graphs read them.
+
+        Raises:
+            RuntimeError: saying what was changed.
+        """
+        change = self._watch.change()
+        if change is None:
+            return
+        if addresses_matter or not change.of_numbers:
+            graphs = ", whose memory CUDA graphs read" if change.of_numbers else ""
+            raise RuntimeError(
+                f"model: {change.said}{graphs}; takes {self.name} as it was when the engine was "
+                "made: make another engine"
+            )
+        self.watch()
 
     @property
     def stop_tokens(self) -> frozenset[int]:
@@ -462,8 +510,8 @@ class PackedModel:
 
         if self.state_layers is not None:
             output = self.state_layers.call(step.states, lambda: run(step))
-        elif self._step_layers is not None:
-            output = self._step_layers.call(step, run)
+        elif self.step_layers is not None:
+            output = self.step_layers.call(step, run)
         else:
             output = run(step)
         logits = output.logits[0]

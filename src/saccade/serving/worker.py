@@ -5,8 +5,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 import torch
 
@@ -14,7 +14,8 @@ from saccade import PagedCache
 from saccade.serving import decoding
 from saccade.serving.decode_steps import Decoder, LaneNumbers, Row, everyone
 from saccade.serving.decoding import Chosen, Lanes, Sampling, Traits
-from saccade.serving.model import BatchStep, PackedModel
+from saccade.serving.model import PackedModel
+from saccade.serving.prompt_steps import PromptSteps
 from saccade.serving.request import Counts, EngineStatistics, Request, RequestState, TokenLogprob
 from saccade.serving.scheduler import Chunk, Scheduler, StepPlan
 
@@ -102,16 +103,15 @@ class Worker:
     what was computed in the prefix cache.
 
     Args:
-        options: of `saccade.attention_paged`.
         ahead: whether a step is begun before the tokens of the one before are looked at.
     """
 
     def __init__(
         self, model: PackedModel, cache: PagedCache, scheduler: Scheduler, decoder: Decoder,
-        lanes: Lanes, options: Mapping[str, Any], *, ahead: bool,
+        prompts: PromptSteps, lanes: Lanes, *, ahead: bool,
     ):  # fmt: skip
         self._model, self._cache, self._scheduler = model, cache, scheduler
-        self._decoder, self._lanes, self._options = decoder, lanes, options
+        self._decoder, self._prompts, self._lanes = decoder, prompts, lanes
         self._lane_numbers = LaneNumbers(lanes)
         self._ahead = ahead
         self._under_way: UnderWay | None = None
@@ -183,6 +183,7 @@ class Worker:
 
     def _look_at_weights(self) -> None:
         """Begin again with all requests if weights were written: what was computed is by others."""
+        self._model.check_same(addresses_matter=self._decoder.has_graphs)
         version = self._model.weights_version()
         if version != self._scheduler.weights_version:
             self._scheduler.weights_version = version
@@ -198,7 +199,7 @@ class Worker:
     def _take_step(self) -> bool:
         """Begin a step, and look at what one before it gave: at the same if nothing is to follow
         before that."""
-        if self._submitted:
+        if self._submitted or not self._model.seems_same():
             self._look_at_weights()
         self._take_in()
         begin = time.perf_counter()
@@ -236,34 +237,43 @@ class Worker:
         return self._begin_prompts(plan)
 
     def _begin_prompts(self, plan: StepPlan) -> UnderWay:
-        step = BatchStep(
-            self._cache, plan, self._model.numbers, self._options, self._model.states_of_layers
-        )
-        if not all([chunk.known for chunk in plan.chunks]):
+        size = self._prompts.size_of(plan)
+        drawing = [
+            [chunk.request, *chunk.request.followers] if chunk.draws else [chunk.request]
+            for chunk in plan.chunks
+        ]
+        if size is None:
             lanes = [
                 self._lanes.spare if chunk.known else self._lane_numbers.of(chunk.request)
                 for chunk in plan.chunks
             ]
-            step.take_last(self._lanes.last_tokens, lanes)
-        logits = self._model.logits(step)
-        drawing: list[list[Request]] = []
-        rows: list[Row] = []
-        of_chunk: list[int] = []
-        for number, chunk in enumerate(plan.chunks):
-            requests = [chunk.request, *chunk.request.followers] if chunk.draws else [chunk.request]
-            drawing.append(requests)
-            for request in requests:
-                lane = self._lane_numbers.of(request) if chunk.draws else self._lanes.spare
-                sampling = request.sampling if chunk.draws else UNUSED
-                rows.append(Row(0, -1, chunk.given - 1, lane, sampling))
-                of_chunk.append(number)
-        if len(rows) > len(plan.chunks):
-            logits = logits[of_chunk]
+            logits = self._prompts.packed(plan, lanes)
+        else:
+            rows = [self._row(chunk, chunk.request) for chunk in plan.chunks]
+            logits = self._prompts.padded(plan, rows, size)
+            if plan.can_be_followed:  # every chunk is one row of what is drawn
+                traits = Traits.of_any([row.sampling.traits for row in rows])
+                return UnderWay.of(plan, drawing, self._decoder.choose(logits, traits))
+        rows = [
+            self._row(chunk, request)
+            for chunk, requests in zip(plan.chunks, drawing, strict=True)
+            for request in requests
+        ]
+        of_chunk = [number for number, requests in enumerate(drawing) for _ in requests]
         settings = self._decoder.say_rows(rows)
         traits = Traits.of_any([row.sampling.traits for row in rows])
         with torch.inference_mode():
+            if len(rows) > len(plan.chunks):
+                logits = logits[of_chunk]
             chosen = decoding.choose(logits, settings, traits, self._lanes)
         return UnderWay.of(plan, drawing, chosen)
+
+    def _row(self, chunk: Chunk, request: Request) -> Row:
+        """How a token is drawn from a chunk's last row; where none is, it is only looked at."""
+        given = chunk.given - 1
+        if not chunk.draws:
+            return Row(0, chunk.start, given, self._lanes.spare, UNUSED)
+        return Row(0, chunk.start, given, self._lane_numbers.of(request), request.sampling)
 
     def _finish(self, under_way: UnderWay) -> None:
         """Look at what a step gave; requests that ended meanwhile are none of its business."""
