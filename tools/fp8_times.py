@@ -1,16 +1,20 @@
 """Check and time fp8 attention on a GPU, beside saccade.attention in bfloat16.
 
-Usage: python tools/fp8_times.py errors|warm|times|tiles [--part N/M] [--seconds S] [--json FILE]
+Usage: python tools/fp8_times.py errors|warm|times|schedules [--part N/M] [--seconds S]
+       [--json FILE] [--implementation NAME]
 
 errors: what kernels give against float64 and against the CPU's numbers, over forms of scales,
-masks, head dims and packed calls. warm: compile what `times` and `tiles` start (parts side by side
-fill the cache). times: TFLOP/s of e4m3 rows, of 16-bit rows that are quantised inside, and of
-bfloat16. tiles: e4m3 rows by other tile sizes.
+masks, head dims and packed calls. warm: compile what `times` and `schedules` start (parts side by
+side fill the cache). times: TFLOP/s of e4m3 rows by the Hopper kernel and by the Triton kernel, of
+16-bit rows that are quantised inside, and of bfloat16, in turns. schedules: e4m3 rows by other
+schedules of the Hopper kernel.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +27,11 @@ from torch import Tensor
 
 import saccade
 from saccade import KernelConfig, masks, scores
+from saccade.ops.attention_fp8.hopper import configs
+from saccade.ops.attention_fp8.hopper.configs import Fp8Schedule
+from saccade.ops.attention_fp8.hopper.host import HopperFp8Call
+from saccade.ops.attention_fp8.triton.host import Fp8Forward
+from saccade.ops.attention_fp8.validation import Fp8Options, prepare
 
 E4M3 = torch.float8_e4m3fn
 PACKED_FP8: Any = saccade.attention_fp8_varlen
@@ -30,13 +39,29 @@ PACKED: Any = saccade.attention_varlen
 DENSE: Any = saccade.attention
 TOKENS = 16384  # in all sequences of a case
 CHANNELS = 2048  # of all heads
-LENGTHS = (1024, 4096, 16384)
-DIMS = (128, 64)
+LENGTHS = (4096, 1024, 16384)
+DIMS = (128, 64, 256)
 COPIES = 3  # of the tensors, taken in turns, so that caches hold none of them
-TILES = (
-    (128, 128, 8, 3), (128, 128, 8, 2), (128, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 3),
-    (64, 64, 4, 4),
-)  # fmt: skip
+ROUNDS = 5
+IMPLEMENTATION: str | None = None  # of what `errors` looks at
+STRETCH = 12  # milliseconds
+SCHEDULES = {
+    128: {
+        "first": Fp8Schedule(2, 128, 4, 2, 1, 240, 24, "first"),
+        "2 stages": Fp8Schedule(2, 128, 2, 2, 1, 240, 24, "first"),
+        "largest": Fp8Schedule(2, 128, 4, 2, 1, 240, 24, "all"),
+        "64 keys": Fp8Schedule(2, 64, 8, 2, 1, 240, 24, "first", True),
+    },
+    64: {
+        "first": Fp8Schedule(2, 128, 4, 2, 1, 240, 24, "first"),
+        "largest": Fp8Schedule(2, 128, 4, 2, 1, 240, 24, "all"),
+        "3 consumers": Fp8Schedule(3, 128, 4, 2, 1, 160, 32, "first", True),
+    },
+    256: {
+        "first": Fp8Schedule(2, 128, 2, 1, 2, 240, 24, "first"),
+        "64 keys": Fp8Schedule(2, 64, 4, 1, 2, 240, 24, "first", True),
+    },
+}  # by head dim
 
 
 # ---- errors --------------------------------------------------------------------------------------
@@ -52,6 +77,7 @@ class ErrorCase(NamedTuple):
     options: Callable[[torch.device], dict[str, Any]] = lambda device: {}
     lengths: tuple[int, int] = (600, 700)
     packed: bool = False
+    hides_nan: bool = False  # key and value rows from 300 on, which nothing sees
 
 
 def _of_sinks(device: torch.device) -> dict[str, Any]:
@@ -61,6 +87,11 @@ def _of_sinks(device: torch.device) -> dict[str, Any]:
 
 def _of_lengths(device: torch.device) -> dict[str, Any]:
     return {"mask": masks.key_lengths(torch.tensor([300, 0], device=device))}
+
+
+def _of_documents(device: torch.device) -> dict[str, Any]:
+    documents = torch.arange(1024, device=device).div(200, rounding_mode="floor")
+    return {"mask": masks.documents(documents.to(torch.int32).expand(2, -1)), "causal": True}
 
 
 ERRORS = (
@@ -77,6 +108,11 @@ ERRORS = (
     ErrorCase("16 bits, tensor", 256, 256, options=lambda d: {"quantize": "tensor"}),
     ErrorCase("16 bits, packed", 128, 128, "", lambda d: {"causal": True}, (701, 701), True),
     ErrorCase("16 bits, 8k keys", lengths=(128, 8192)),
+    ErrorCase("e4m3, causal, aligned", given="blocks", options=lambda d: {"causal": True},
+              lengths=(1024, 1024)),
+    ErrorCase("e4m3, documents", given="heads", options=_of_documents, lengths=(1024, 1024)),
+    ErrorCase("e4m3, hidden NaN", given="none", options=_of_lengths, hides_nan=True),
+    ErrorCase("16 bits, d256, causal", 256, 256, options=lambda d: {"causal": True}),
 )  # fmt: skip
 
 
@@ -98,6 +134,9 @@ def tell_errors(cases: list[ErrorCase]) -> None:
                 }
                 scales[f"{name}_scale"] = torch.rand(sizes[case.given]) + 0.5
         rows = [each.to(E4M3 if case.given else torch.bfloat16) for each in rows]
+        if case.hides_nan:
+            for each in rows[1:]:
+                each[:, :, 300:] = torch.nan
         try:
             print(f"{case.name:32s} {_errors(case, rows, scales)}", flush=True)
         except Exception as error:
@@ -114,8 +153,12 @@ def _errors(case: ErrorCase, rows: list[Tensor], scales: dict[str, Tensor]) -> s
         if case.packed:
             ends = torch.tensor([0, 1, 130, 130, 701], dtype=torch.int32, device=device)
             here = [each[0].transpose(0, 1).contiguous() for each in here]
+            if device == gpu:
+                options["implementation"] = IMPLEMENTATION
             found[device.type] = PACKED_FP8(*here, ends, **of_scales, **options)
         else:
+            if device == gpu:
+                options["implementation"] = IMPLEMENTATION
             found[device.type] = saccade.attention_fp8(*here, **of_scales, **options)
     exact = _exact(case, rows, scales)
     size = float(exact[0].square().mean().sqrt())
@@ -181,65 +224,79 @@ class TimeCase(NamedTuple):
         ]
 
 
-def calls(case: TimeCase, config: KernelConfig | None = None) -> dict[str, Callable[..., Any]]:
-    """What is timed: functions of query, key and value in bfloat16, or of e4m3 rows."""
+def calls(case: TimeCase) -> dict[str, Callable[[], Any]]:
+    """What is timed: functions that go through copies of the rows by turns."""
+    half = case.rows()
+    numbers = [[each.to(E4M3) for each in rows] for rows in half]
     options: dict[str, Any] = {"causal": case.causal}
-    fp8 = {**options, "implementation": "triton", "config": config}
 
-    def given(*rows: Tensor) -> Any:
-        return saccade.attention_fp8(*rows, **fp8)
+    def by(function: Callable[..., Any], copies: list[list[Tensor]], **more: Any) -> Any:
+        turns = itertools.cycle(copies)
+        return lambda: function(*next(turns), **options, **more)
 
-    def inside(*rows: Tensor) -> Any:
-        return saccade.attention_fp8(*rows, **fp8)
+    found = {
+        "bf16": by(saccade.attention, half),
+        "e4m3": by(saccade.attention_fp8, numbers, implementation="hopper"),
+        "inside": by(saccade.attention_fp8, half, implementation="hopper"),
+    }
+    if case.head_dim == DIMS[0]:
+        found["e4m3, Triton"] = by(saccade.attention_fp8, numbers, implementation="triton")
+    return found
 
-    def half(*rows: Tensor) -> Any:
-        return saccade.attention(*rows, **options)
 
-    return {"bf16": half, "e4m3": given, "quantised inside": inside}
+def milliseconds(functions: dict[str, Callable[[], Any]]) -> dict[str, float]:
+    """The time of each, in the middle of several stretches of all of them by turns."""
 
-
-def milliseconds(call: Callable[..., Any], copies: list[list[Tensor]]) -> float:
-    """The time of a call, in the middle of five stretches of at least 15 ms each."""
-    for rows in copies:
-        call(*rows)
-    torch.cuda.synchronize()
-
-    def stretch(count: int) -> float:
+    def stretch(call: Callable[[], Any], count: int) -> float:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record()
-        for number in range(count):
-            call(*copies[number % len(copies)])
+        for _ in range(count):
+            call()
         end.record()
         end.synchronize()
         return begin.elapsed_time(end) / count
 
-    count = max(3, round(15 / max(stretch(3), 1e-3)))
-    return median(stretch(count) for _ in range(5))
+    counts: dict[str, int] = {}
+    for name, call in list(functions.items()):
+        try:
+            for _ in range(5):  # the fourth is recorded
+                call()
+            torch.cuda.synchronize()
+            counts[name] = max(3, round(STRETCH / max(stretch(call, 3), 1e-3)))
+        except Exception as error:
+            print(f"{name}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+    times: dict[str, list[float]] = {name: [] for name in counts}
+    for number in range(ROUNDS):
+        for name in [*counts][:: 1 if number % 2 else -1]:
+            times[name].append(stretch(functions[name], counts[name]))
+    return {name: median(each) for name, each in times.items()}
 
 
 def cases() -> Iterator[TimeCase]:
-    """All that is timed."""
-    for head_dim in DIMS:
-        for causal in (False, True):
-            for length in LENGTHS:
+    """All that is timed, what matters most first."""
+    for head_dim in DIMS[:1]:
+        for length in LENGTHS:
+            for causal in (False, True):
+                yield TimeCase(head_dim, length, causal)
+    for length in LENGTHS:
+        for head_dim in DIMS[1:]:
+            for causal in (False, True):
                 yield TimeCase(head_dim, length, causal)
 
 
 def tell_times(until: float, file: Path | None) -> None:
     """A line for each case, in TFLOP/s."""
-    print(f"{torch.cuda.get_device_name()}; TFLOP/s: bf16, e4m3, quantised inside; e4m3 / bf16")
+    told = False
     for case in cases():
         if time.monotonic() > until:
             print("no time left")
             return
-        found = {}
-        copies = case.rows()
-        numbers = [[each.to(E4M3) for each in rows] for rows in copies]
-        for name, call in calls(case).items():
-            took = milliseconds(call, numbers if name == "e4m3" else copies)
-            found[name] = case.flops / took / 1e9
+        found = {name: case.flops / took / 1e9 for name, took in milliseconds(calls(case)).items()}
+        if not told:
+            print(f"{torch.cuda.get_device_name()}; TFLOP/s: {', '.join(found)}; e4m3 / bf16")
+            told = True
         form = "causal" if case.causal else "full"
-        ratio = found["e4m3"] / found["bf16"]
+        ratio = found.get("e4m3", 0.0) / found["bf16"]
         speeds = " ".join(f"{speed:6.0f}" for speed in found.values())
         print(f"d{case.head_dim:<4d}{form:7s}{case.length:6d}  {speeds}  {ratio:.2f}", flush=True)
         if file is not None:
@@ -248,61 +305,93 @@ def tell_times(until: float, file: Path | None) -> None:
                 lines.write(json.dumps(line) + "\n")
 
 
-def tile_cases() -> Iterator[tuple[TimeCase, KernelConfig]]:
-    """Configs of the forward kernel at 4k."""
-    for numbers in TILES:
+def by_schedule(case: TimeCase, schedule: Fp8Schedule) -> Callable[[], Any]:
+    """A call of e4m3 rows by a schedule, past the choice of one."""
+    copies = [[each.to(E4M3) for each in rows] for rows in case.rows()]
+    fp8 = Fp8Options(None, None, None, "block", True, True, None)
+    packing: Any = (None, None, None, None)
+    prepared = [
+        prepare(
+            rows[0], rows[1], rows[2], *packing, fp8=fp8, score=None, scale=None, sinks=None,
+            mask=masks.causal() if case.causal else None, return_lse=False, config=None,
+        )
+        for rows in copies
+    ]  # fmt: skip
+    forward = Fp8Forward(KernelConfig(), prepared[0].quantisation, HopperFp8Call, {})
+    turns = itertools.cycle(prepared)
+
+    def call() -> Any:
+        one, configs.OVERRIDE = next(turns), schedule
+        try:
+            return forward(one.inputs, one.variant)
+        finally:
+            configs.OVERRIDE = None
+
+    return call
+
+
+def tell_schedules(until: float) -> None:
+    """A line for each schedule at 4k and 16k: full and causal, in TFLOP/s."""
+    found: dict[tuple[int, str], list[str]] = {}
+    for length in (4096, 16384, 1024):
         for head_dim in DIMS:
             for causal in (False, True):
-                yield TimeCase(head_dim, 4096, causal), KernelConfig(*numbers)
-
-
-def tell_tiles(until: float) -> None:
-    """A line for each config: D128 full and causal, D64 full and causal, in TFLOP/s."""
-    rows = {}
-    for head_dim in DIMS:
-        copies = TimeCase(head_dim, 4096, False).rows()
-        rows[head_dim] = [[each.to(E4M3) for each in copy] for copy in copies]
-    found: dict[KernelConfig, list[str]] = {}
-    for case, config in tile_cases():
-        if time.monotonic() > until:
-            break
-        try:
-            took = milliseconds(calls(case, config)["e4m3"], rows[case.head_dim])
-            text = f"{case.flops / took / 1e9:6.0f}"
-        except Exception as error:
-            text = f" {type(error).__name__[:10]}"
-        found.setdefault(config, []).append(text)
-    for config, texts in found.items():
-        print(f"{config.numbers()!s:20s} {' '.join(texts)}  (d128 full, causal; d64)")
+                if time.monotonic() > until:
+                    continue
+                case = TimeCase(head_dim, length, causal)
+                functions = {
+                    name: by_schedule(case, schedule)
+                    for name, schedule in SCHEDULES[head_dim].items()
+                }
+                for name, took in milliseconds(functions).items():
+                    text = f"{case.flops / took / 1e9:6.0f}"
+                    found.setdefault((head_dim, name), []).append(text)
+    for (head_dim, name), texts in found.items():
+        print(f"d{head_dim:<4d}{name:22s} {' '.join(texts)}  (4k full, causal; 16k; 1k)")
 
 
 def warm(part: int, parts: int, until: float) -> None:
     """Compile a part of what is timed, by short calls."""
-    jobs: list[tuple[TimeCase, KernelConfig | None]] = [
-        *((case, None) for case in cases() if case.length == LENGTHS[0]), *tile_cases(),
-    ]  # fmt: skip
-    for case, config in jobs[part::parts]:
+    jobs: list[Callable[[], Any]] = []
+    for head_dim in DIMS:
+        for causal in (False, True):
+            case = TimeCase(head_dim, 256, causal)
+            jobs += [
+                functools.partial(_warm_schedule, case, schedule)
+                for schedule in SCHEDULES[head_dim].values()
+            ]
+            names = ("inside", "bf16", *(["e4m3, Triton"] if head_dim == DIMS[0] else []))
+            jobs += [functools.partial(_warm_call, case, name) for name in names]
+    for job in jobs[part::parts]:
         if time.monotonic() > until:
             return
-        rows = case.rows(256)[0]
-        for name, call in calls(case, config).items():
-            if config is None or name == "e4m3":
-                try:
-                    call(*[each.to(E4M3) for each in rows] if name == "e4m3" else rows)
-                except Exception as error:
-                    print(case, config, name, f"{type(error).__name__}: {str(error)[:300]}")
+        try:
+            job()
+        except Exception as error:
+            print(job, f"{type(error).__name__}: {str(error)[:300]}", flush=True)
+
+
+def _warm_call(case: TimeCase, name: str) -> None:
+    calls(case)[name]()
+
+
+def _warm_schedule(case: TimeCase, schedule: Fp8Schedule) -> None:
+    by_schedule(case, schedule)()
 
 
 def main() -> None:
     """Do what the command line asks for."""
+    global IMPLEMENTATION
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("what", choices=("errors", "warm", "times", "tiles"))
+    parser.add_argument("what", choices=("errors", "warm", "times", "schedules"))
     parser.add_argument("--part", default="0/1")
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--implementation")
     arguments = parser.parse_args()
+    IMPLEMENTATION = arguments.implementation
     part, parts = map(int, arguments.part.split("/"))
     until = time.monotonic() + arguments.seconds
     with torch.no_grad():
@@ -313,7 +402,7 @@ def main() -> None:
         elif arguments.what == "times":
             tell_times(until, arguments.json)
         else:
-            tell_tiles(until)
+            tell_schedules(until)
 
 
 if __name__ == "__main__":

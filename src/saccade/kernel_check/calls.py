@@ -117,6 +117,7 @@ FP8_PASSES = {
         "fp8_forward", "fp8_transform", "fp8_key_sums", "fp8_key_means", "fp8_quantise_rows",
         "fp8_transpose_values",
     ),
+    "hopper_fp8": ("hopper_fp8_forward",),
 }  # fmt: skip
 BACKWARD, HOPPER_BACKWARD = "backward", "hopper_backward"
 """Passes of gradients in the form that the library chooses for the sizes of a call."""
@@ -641,6 +642,8 @@ class Fp8KernelCall(NamedTuple):
         return output, []
 
     def _mask(self) -> Mask | None:
+        if self.mask == "window":
+            return masks.causal() & masks.window(WINDOW)
         return masks.causal() if self.mask == "causal" else None
 
     def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -660,7 +663,8 @@ class Fp8KernelCall(NamedTuple):
 
     def prepared(self, device: torch.device) -> StartPass:
         """Make the tensors; start passes with these."""
-        from saccade.ops.attention_fp8.triton import host
+        from saccade.ops.attention_fp8.hopper import host as hopper_host
+        from saccade.ops.attention_fp8.triton import host as triton_host
 
         ends = None
         if self.packed:
@@ -675,6 +679,7 @@ class Fp8KernelCall(NamedTuple):
         def start(which: str, config: KernelConfig | None) -> None:
             with torch.no_grad():
                 numbers = config or KernelConfig()
+                host = hopper_host if which == "hopper_fp8" else triton_host
                 host.forward(found.inputs, found.variant, numbers, found.quantisation)
 
         return start

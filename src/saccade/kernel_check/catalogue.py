@@ -145,6 +145,18 @@ HOPPER: tuple[Entry, ...] = (
             "hopper_linear_wide_grad_value",
         ),
     ),
+    *(
+        (call, PASSES["hopper_fp8"])
+        for call in (
+            Fp8KernelCall(64, "fp8", "causal"),
+            Fp8KernelCall(128, "fp8"),
+            Fp8KernelCall(128, "fp8", "causal"),
+            Fp8KernelCall(128, "fp8", "window"),
+            Fp8KernelCall(256, "fp8", "causal"),
+            Fp8KernelCall(128),
+            Fp8KernelCall(128, mask="causal", packed=True),
+        )
+    ),
 )
 
 

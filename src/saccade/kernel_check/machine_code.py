@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import networkx as nx  # comes with torch
 import triton
 
+WGMMA = re.compile("[HQ]GMMA")  # of 16 bits, and of e4m3 numbers
+
 
 class Usage(NamedTuple):
     """What one program of a compiled kernel takes."""
@@ -54,7 +56,7 @@ def usage(compiled: Any) -> Usage:
         return used._replace(looped=len(in_loops(listing)))
     used = used._replace(unfenced=unfenced_barriers(compiled.asm["ptx"]))
     looped = sum(len(spilling(listing[start:end])) for start, end in multiplying(listing))
-    products = sum("HGMMA" in line for line in listing)
+    products = sum(WGMMA.search(line) is not None for line in listing)
     return used._replace(looped=looped, products=products, covered=covered(listing))
 
 
@@ -117,7 +119,7 @@ def multiplying(listing: Sequence[str]) -> list[tuple[int, int]]:
         to = re.search(r"@!?U?P\d.*\bBRA\b.*(\.L_x_\d+)", line)  # others return from waiting
         if to and labels.get(to[1], number) < number:
             loops.append((labels[to[1]], number + 1))
-    loops = [loop for loop in loops if any("HGMMA" in line for line in listing[slice(*loop)])]
+    loops = [loop for loop in loops if any(map(WGMMA.search, listing[slice(*loop)]))]
     return [
         (start, end)
         for start, end in loops

@@ -271,6 +271,31 @@ def _fp8_triton_unsupported(problem: Problem) -> str | None:
     return _triton_device_unsupported(*at, dtype) or _fp8_device_unsupported(*at)
 
 
+def _fp8_hopper_unsupported(problem: Problem) -> str | None:
+    """What TMA and WGMMA of e4m3 numbers cannot serve, then what no Triton kernel can."""
+    head_dim, value_dim = problem.head_dim, problem.value_dim
+    if head_dim % 16 or value_dim % 8:
+        takes = "head_dim must be a multiple of 16 and value_dim one of 8"
+        return f"{takes}, not {head_dim} and {value_dim}"
+    if 0 in (head_dim, value_dim, problem.kv_len, problem.kv_heads):
+        return "there is nothing to load"
+    if problem.quantize == "given" and not problem.tma:
+        return "strides must be multiples of 16, and that of channels 1"
+    if problem.configured:
+        return "it has schedules of its own and takes no config"
+    return _fp8_triton_unsupported(problem) or _hopper_device_unsupported(
+        problem.device, problem.device_index
+    )
+
+
+def _fp8_hopper_not_preferred(problem: Problem) -> str | None:
+    """With 128 channels it took 0.64 to 0.73 of the Triton kernel's time, with 256 0.68 to 0.93 of
+    that of 16 bits (benchmarks/results/h200/fp8.txt)."""
+    if max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH:
+        return f"up to {SMALLEST_WIDTH} channels it was not timed beside the Triton kernel"
+    return None
+
+
 @constant
 def _fp8_device_unsupported(device: str, index: int | None) -> str | None:
     """Why a GPU has no products of e4m3 numbers."""
@@ -418,6 +443,10 @@ BACKENDS = (
     BackendEntry(DELTA, (*BOTH, "step"), "triton", _delta_triton_unsupported, note=_launch_note),
     BackendEntry(DELTA, BOTH, "reference", _reference_unsupported),
     BackendEntry(FP8, ("forward",), "cpu", _cpu_unsupported),
+    BackendEntry(
+        FP8, ("forward",), "hopper",
+        _fp8_hopper_unsupported, _fp8_hopper_not_preferred, _launch_note,
+    ),
     BackendEntry(FP8, ("forward",), "triton", _fp8_triton_unsupported, note=_launch_note),
     BackendEntry(
         FP8, ("forward",), "reference", _reference_unsupported, _fp8_reference_not_preferred

@@ -386,7 +386,10 @@ def as_operand(weights, dtype: gl.constexpr, SUMS: gl.constexpr):
 SMALLEST_WIDTH = 64  # channels: the 128 bytes that TMA swizzles at once
 NVMMASharedLayout = gl.NVMMASharedLayout
 PLAIN = NVMMASharedLayout(0, 32)
-DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
+DTYPES = {
+    torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+}  # fmt: skip
 
 
 class Box(NamedTuple):

@@ -41,6 +41,7 @@ require()
 from saccade.integrations.transformers.attention import (  # noqa: E402
     AttentionStep,
     attention_forward,
+    fp8_forward,
     register,
 )
 from saccade.integrations.transformers.cache import PagedGenerationCache  # noqa: E402
@@ -55,6 +56,6 @@ from saccade.integrations.transformers.states import (  # noqa: E402
 
 __all__ = [
     "AttentionStep", "LatentLayers", "PagedGenerationCache", "SequenceStates", "StateLayers",
-    "StateRows", "attention_forward", "lazy_mask", "register",
+    "StateRows", "attention_forward", "fp8_forward", "lazy_mask", "register",
     "shard_sequences",
 ]  # fmt: skip

@@ -1,10 +1,11 @@
-"""Attention of transformers by attn_implementation="saccade", and how that name is registered.
+"""Attention of transformers by attn_implementation="saccade" or "saccade-fp8", and how these names
+are registered.
 
 A serving engine hands rows to it through a model's forward pass. A model that attends by itself
 takes any name for its attention and goes on as before: at best without saccade, at worst with a
 mask that it does not understand, or with a KeyError of its own table of classes. transformers
-checks "sdpa" for each class of models and lets every registered name pass; here the name "saccade"
-is checked in the same place, before a layer is made.
+checks "sdpa" for each class of models and lets every registered name pass; here saccade's names are
+checked in the same place, before a layer is made.
 """
 
 from __future__ import annotations
@@ -149,14 +150,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         >>> output.shape
         torch.Size([1, 8, 4, 16])
     """
-    if options.get("output_attentions"):
-        raise ValueError(NO_WEIGHTS)
-    for name in NOT_SERVED:
-        if options.get(name) is not None:
-            raise ValueError(
-                f"{name}: got some from {type(module).__name__}, takes None; "
-                "attn_implementation='eager' serves them"
-            )
+    _refuse_what_is_not_served(module, options)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
     shared: dict[str, Any] = {
         "scale": scaling,
@@ -186,6 +180,77 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     else:
         output = saccade.attention(query, key, value, dropout_p=float(dropout), **shared)
     return output.transpose(1, 2).contiguous(), None
+
+
+def fp8_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | GraphMask | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    is_causal: bool | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """`attention_forward` by `saccade.attention_fp8`, which quantises the rows of 16 bits.
+
+    It is for inference: it has no gradient, no dropout and no pages, and a serving engine's steps
+    and continuous batching do not reach it.
+
+    Raises:
+        NotImplementedError: where a gradient may be asked for, or no fp8 kernel serves the device.
+        TypeError, ValueError: as `attention_forward`, and for what it does not serve.
+
+    Examples:
+        >>> from saccade.integrations.transformers import fp8_forward
+        >>> layer = torch.nn.Module()
+        >>> query, key, value = torch.randn(3, 1, 4, 8, 16, dtype=torch.bfloat16)
+        >>> output, _ = fp8_forward(layer, query, key, value, None, is_causal=True)
+        >>> output.shape
+        torch.Size([1, 8, 4, 16])
+    """
+    _refuse_what_is_not_served(module, options)
+    for name, given in (
+        ("dropout", dropout or None), ("saccade_step", options.get("saccade_step")),
+        ("cache", options.get("cache")), ("past_key_values", key if _in_pages(key) else None),
+    ):  # fmt: skip
+        if given is not None:
+            got = given if name == "dropout" else type(given).__name__
+            raise ValueError(
+                f"{name}: got {got}, which attn_implementation='{FP8_NAME}' does not take; "
+                f"'{NAME}' does"
+            )
+    causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
+    mask, bias = _mask_and_bias(attention_mask, query, key, causal, sliding_window)
+    cap = None if softcap is None else scores.softcap(softcap)
+    biases = [scores.bias(each) for each in (position_bias, bias) if each is not None]
+    output: Tensor = saccade.attention_fp8(
+        query, key, value, mask=_within_packed(mask, query, key, options),
+        score=chained(cap, *biases), scale=scaling,
+        sinks=s_aux if s_aux is not None else getattr(module, "sinks", None),
+    )  # fmt: skip
+    return output.transpose(1, 2).contiguous(), None
+
+
+def _in_pages(key: Any) -> bool:
+    return isinstance(key, PagedRows)
+
+
+def _refuse_what_is_not_served(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
+    """Refuse a layer that asks for weights, or hides keys by what is not looked at here."""
+    if options.get("output_attentions"):
+        raise ValueError(NO_WEIGHTS)
+    for name in NOT_SERVED:
+        if options.get(name) is not None:
+            raise ValueError(
+                f"{name}: got some from {type(module).__name__}, takes None; "
+                "attn_implementation='eager' serves them"
+            )
 
 
 def continuous_forward(*tensors: Any, **options: Any) -> tuple[Tensor, None]:
@@ -333,10 +398,13 @@ def _check_told(
 
 
 NAME = "saccade"
+FP8_NAME = "saccade-fp8"
+NAMES = (NAME, FP8_NAME)
 
 
 def register() -> None:
-    """Let transformers' models attend through saccade, by attn_implementation="saccade".
+    """Let transformers' models attend through saccade, by attn_implementation="saccade"; or, for
+    inference in bfloat16 and float16, in fp8, by "saccade-fp8".
 
     Their layers of the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi Linear) then take
     saccade's as well.
@@ -357,10 +425,12 @@ def register() -> None:
         torch.Size([1, 3, 97])
     """
     guard()
-    attach_when_made(NAME)
+    attach_when_made(NAMES)
     AttentionInterface.register(NAME, attention_forward)
+    AttentionInterface.register(FP8_NAME, fp8_forward)
     # Without a mask function of its own a model would attend without any mask, padding included.
-    AttentionMaskInterface.register(NAME, lazy_mask)
+    for name in NAMES:
+        AttentionMaskInterface.register(name, lazy_mask)
     if not admit():  # then generate_batch puts "paged|" before a name
         AttentionInterface.register(f"paged|{NAME}", continuous_forward)
 
@@ -392,7 +462,7 @@ def why_not(module: str) -> str | None:
     return None
 
 
-def refuse_unless_asking(model: type[PreTrainedModel]) -> None:
+def refuse_unless_asking(model: type[PreTrainedModel], name: str = NAME) -> None:
     """Refuse a class of models that would not attend through saccade.
 
     Raises:
@@ -404,9 +474,9 @@ def refuse_unless_asking(model: type[PreTrainedModel]) -> None:
         if (reason := why_not(kind.__module__)) is not None:
             takes = "'sdpa' or 'eager'" if model._supports_sdpa else "'eager'"
             raise ValueError(
-                f"attn_implementation: got '{NAME}' for {model.__name__}, but {reason}; takes "
+                f"attn_implementation: got '{name}' for {model.__name__}, but {reason}; takes "
                 f"{takes}. As one part of a model it can have its own: attn_implementation="
-                "{'text_config': 'saccade', 'vision_config': 'eager'}, by the names of the parts"
+                f"{{'text_config': '{name}', 'vision_config': 'eager'}}, by the names of the parts"
             )
 
 
@@ -425,9 +495,10 @@ def guard() -> bool:
     def checked_for_saccade(
         self: PreTrainedModel, requested_attention: str | None, *arguments: Any, **options: Any
     ) -> str:
-        if requested_attention is not None and requested_attention.removeprefix("paged|") == NAME:
-            refuse_unless_asking(type(self))
-            attach(self, NAME)  # a model that was made before has its layers already
+        name = (requested_attention or "").removeprefix("paged|")
+        if name in NAMES:
+            refuse_unless_asking(type(self), name)
+            attach(self, NAMES)  # a model that was made before has its layers already
         return checked(self, requested_attention, *arguments, **options)
 
     PreTrainedModel.get_correct_attn_implementation = checked_for_saccade

@@ -4,7 +4,7 @@ A layer of Qwen3-Next, Qwen3.5, OLMo-hybrid or Kimi Linear calls functions of it
 their names: fla's where that is installed, else a fallback in PyTorch. It has no choice of another
 one for a model, so there are two parts here. In the module, each function gives calls that carry a
 mark to saccade, and all others to what was there before. And a layer gets a hook that marks its
-calls while its model attends by the name "saccade". Other models of the module do as before.
+calls while its model attends by a name of saccade's. Other models of the module do as before.
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ def gated_delta_rule(
 
 
 class MarkCalls:
-    """A hook that marks a layer's calls while its model attends by a name.
+    """A hook that marks a layer's calls while its model attends by one of some names.
 
     It holds the model's config, which changes where `set_attn_implementation` is called.
     """
 
-    def __init__(self, config: Any, name: str) -> None:
-        self.config, self.name = config, name
+    def __init__(self, config: Any, names: tuple[str, ...]) -> None:
+        self.config, self.names = config, names
 
     def __call__(
         self, layer: torch.nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """The layer's arguments with the mark, or None to leave them as they are."""
-        if self.config._attn_implementation != self.name:
+        if self.config._attn_implementation not in self.names:
             return None
         return arguments, options | {MARK: True}
 
 
-def attach(model: PreTrainedModel, name: str) -> None:
+def attach(model: PreTrainedModel, names: tuple[str, ...]) -> None:
     """Hook the layers of a model that call one of `FUNCTIONS`, once each."""
     for layer in model.modules():
         if not _calls_one(type(layer)):
@@ -81,7 +81,7 @@ def attach(model: PreTrainedModel, name: str) -> None:
         if any(isinstance(hook, MarkCalls) for hook in layer._forward_pre_hooks.values()):
             continue
         _divert(sys.modules[type(layer).__module__])
-        layer.register_forward_pre_hook(MarkCalls(model.config, name), with_kwargs=True)
+        layer.register_forward_pre_hook(MarkCalls(model.config, names), with_kwargs=True)
 
 
 @functools.cache
@@ -113,13 +113,13 @@ def _diverted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def attach_when_made(name: str) -> None:
+def attach_when_made(names: tuple[str, ...]) -> None:
     """Let models hook their layers at the end of their making."""
     post_init = PreTrainedModel.post_init
 
     @functools.wraps(post_init)
     def attached(self: PreTrainedModel) -> None:
         post_init(self)
-        attach(self, name)
+        attach(self, names)
 
     PreTrainedModel.post_init = attached

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from saccade.kernel_check import catalogue, report, worker
-from saccade.kernel_check.calls import KernelCall, LinearCall, PagedCall
+from saccade.kernel_check.calls import Fp8KernelCall, KernelCall, LinearCall, PagedCall
 from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 
@@ -54,6 +54,7 @@ WIDE = (
 )
 CHUNKS = tuple(PagedCall(128, "bf16", "causal", size, query_len=512) for size in (16, 64))
 LINEAR, LONG_LINEAR = LinearCall(128), LinearCall(128, length=8192, batch=1, heads=2)
+FP8 = (Fp8KernelCall(64, "fp8", "causal"), Fp8KernelCall(128, "fp8"), Fp8KernelCall(128))
 WIDE_RESULTS = {
     "output": "hopper_linear",
     **dict.fromkeys(("grad_query", "grad_key", "grad_value"), "hopper_linear backward"),
@@ -67,6 +68,7 @@ CALLS = {
     ("hopper_apart", "hopper_backward_keys"): WIDE,
     ("hopper_apart", "hopper_backward_queries"): WIDE,
     ("hopper_paged", "hopper_pages_forward"): CHUNKS,
+    ("hopper_fp8", "hopper_fp8_forward"): FP8,
     ("hopper_linear", "hopper_linear_forward"): (LinearCall(64), LONG_LINEAR),
     ("hopper_linear", "hopper_linear_collect"): (LONG_LINEAR,),
     ("hopper_linear backward", "hopper_linear_backward_queries"): (LINEAR,),
@@ -211,3 +213,11 @@ def test_wide_heads_of_linear_attention_keep_products_under_way():
         for _, usage in compiled(which, f"hopper_linear_wide_{result}"):
             assert usage.products == 88  # those of two consumers
             assert usage.looped <= 12  # of what they keep elsewhere
+
+
+def test_attention_in_fp8_multiplies_e4m3_numbers():
+    for head_dim, usage in compiled("hopper_fp8", "hopper_fp8_forward"):
+        assert usage.looped == 0
+        # Of a first tile's keys, a step's values and keys, and a last tile's values, 32 numbers
+        # of a row (or 32 keys) at once; of two consumers.
+        assert usage.products == 2 * (2 * head_dim // 32 + 2 * 128 // 32)

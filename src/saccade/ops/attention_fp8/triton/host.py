@@ -26,7 +26,8 @@ from saccade.gpu.kernel_args import (
     view,
 )
 from saccade.gpu.launcher import Launch, current_device, next_width
-from saccade.gpu.planning import Planner
+from saccade.gpu.planning import Planner, TileLists
+from saccade.gpu.recording import RecordedPass
 from saccade.gpu.signature import fixed
 from saccade.gpu.tensor_view import View, packed_program_by_heads
 from saccade.ops.attention.triton import call_spec
@@ -78,8 +79,14 @@ def prepared(
 class Fp8Forward:
     """The forward pass of calls of the same options."""
 
-    def __init__(self, config: KernelConfig, quantisation: Quantisation):
+    def __init__(
+        self, config: KernelConfig, quantisation: Quantisation,
+        kind: type[Fp8Call] | None = None, calls: dict[Any, Fp8Call] | None = None,
+    ):  # fmt: skip
+        """kind: of calls, and where those that were prepared are kept; None: by Triton."""
         self.config, self.quantisation = config, quantisation
+        self.kind = Fp8Call if kind is None else kind
+        self.calls = _calls if calls is None else calls
 
     def __call__(self, inputs: Fp8Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse."""
@@ -87,7 +94,7 @@ class Fp8Forward:
         layouts = [None if one is None else (one.shape, one.stride()) for one in inputs]
         key = signature(inputs, variant), *layouts, self.config, self.quantisation  # type: ignore[arg-type]
         call = remembered(
-            _calls, key, lambda: Fp8Call(inputs, variant, self.config, self.quantisation)
+            self.calls, key, lambda: self.kind(inputs, variant, self.config, self.quantisation)
         )
         return call(inputs, variant)
 
@@ -114,22 +121,34 @@ class Fp8Call:
         self.group = queries.heads // max(keys.heads, 1)
         self.size = transform_size(head_dim) if quantisation.incoherent and head_dim else 0
         self.width = max(self.size, NARROWEST) if self.size else min(self.head_width, CHUNK)
+        self.steps: dict[Any, Launch] = {}
+        self._prepare(inputs, variant, config)
+        self.recorded = RecordedPass(inputs.query)
+
+    as_operand = False  # whether keys of a tile of values stand as Hopper's operands want them
+
+    def _prepare(self, inputs: Fp8Inputs, variant: Variant, config: KernelConfig) -> None:
+        """The kernel that attends, with its tiles."""
         width = max(self.head_width, self.value_width)
         chosen = configs.choose(call_spec.architecture(inputs.query), width, config)
         tiles = chosen.query_tile, chosen.kv_tile
-        self.programs = queries.programs(tiles[0])
+        self.programs = self.geometry.queries.programs(tiles[0])
         self.planner = Planner(inputs, variant, self.geometry, tiles, over_keys=True)  # type: ignore[arg-type]
         constants = {
-            "HEADS_PER_KV_HEAD": self.group, "HEAD_DIM": head_dim, "VALUE_DIM": value_dim,
-            "HEAD_WIDTH": self.head_width, "VALUE_WIDTH": self.value_width,
-            "QUERY_TILE": tiles[0], "KV_TILE": tiles[1],
+            "HEADS_PER_KV_HEAD": self.group, "HEAD_DIM": self.head_dim,
+            "VALUE_DIM": self.value_dim, "HEAD_WIDTH": self.head_width,
+            "VALUE_WIDTH": self.value_width, "QUERY_TILE": tiles[0], "KV_TILE": tiles[1],
         }  # fmt: skip
         options = {"num_warps": chosen.num_warps, "num_stages": chosen.num_stages}
-        self.attend = Launch(attention_fp8_forward, constants, options)
-        self.steps: dict[Any, Launch] = {}
+        self.launch = Launch(attention_fp8_forward, constants, options)
 
     def __call__(self, inputs: Fp8Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse of such a call."""
+        tensors = tensors_of(inputs, variant)  # type: ignore[arg-type]
+        output, lse = self.recorded(tensors, lambda: self._run(inputs, variant))
+        return output, lse
+
+    def _run(self, inputs: Fp8Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         output, lse = empty_fp8_results(inputs, self.quantisation.dtype)
         if self.quantisation.mode == GIVEN:
             tiles = self._values(inputs, "none", None, None)
@@ -139,28 +158,43 @@ class Fp8Call:
             numbers, shift = self._quantised(inputs)
         plan = self.planner(inputs, variant)  # type: ignore[arg-type]
         tensors = (*tensors_of(numbers, variant), output, lse, *there_are([shift]), *plan.tensors)  # type: ignore[arg-type]
+        self._attend(numbers, variant, (output, lse, shift), plan, tensors)
+        return output, lse
+
+    def _attend(
+        self, numbers: Fp8Inputs, variant: Variant,
+        beside: tuple[Tensor, Tensor, Tensor | None], plan: TileLists, tensors: tuple[Tensor, ...],
+    ) -> None:  # fmt: skip
+        """Start the kernel that attends. numbers: e4m3 rows, and values in tiles; beside: output,
+        lse and shift."""
+        output, lse, shift = beside
         queries, keys = self.geometry
-        offsets_q, offsets_k = inputs[7:]
+        offsets_q, offsets_k = numbers[7:]
+        find = packed_program_by_heads
 
         def arguments() -> tuple[Any, ...]:
             return (
-                self._rows(numbers.query, queries, offsets_q),
-                self._rows(numbers.key, keys, offsets_k),
+                self._rows(numbers.query, queries, offsets_q, find),
+                self._rows(numbers.key, keys, offsets_k, find),
                 self._tiles(numbers.value, offsets_k),
-                self._rows(output, queries, offsets_q),
-                self._numbers(lse, offsets_q),
-                Scales(
-                    scale_view(numbers.query_scale, queries, offsets_q),
-                    scale_view(numbers.key_scale, keys, offsets_k),
-                    scale_view(numbers.value_scale, keys, offsets_k),
-                    None if shift is None else self._numbers(shift, offsets_q),
-                ),
-                rules(inputs, variant, plan.argument()),  # type: ignore[arg-type]
-                inputs.sinks,
+                self._rows(output, queries, offsets_q, find),
+                self._numbers(lse, offsets_q, find),
+                self._scales(numbers, shift, find),
+                rules(numbers, variant, plan.argument()),  # type: ignore[arg-type]
+                numbers.sinks,
             )
 
-        self.attend(self.programs, self.device, tensors, arguments)
-        return output, lse
+        self.launch(self.programs, self.device, tensors, arguments)
+
+    def _scales(self, numbers: Fp8Inputs, shift: Tensor | None, find: Any) -> Scales:
+        queries, keys = self.geometry
+        offsets_q, offsets_k = numbers[7:]
+        return Scales(
+            scale_view(numbers.query_scale, queries, offsets_q),
+            scale_view(numbers.key_scale, keys, offsets_k),
+            scale_view(numbers.value_scale, keys, offsets_k),
+            None if shift is None else self._numbers(shift, offsets_q, find),
+        )
 
     # ---- 16-bit rows ----------------------------------------------------------------------------
 
@@ -274,6 +308,7 @@ class Fp8Call:
         tiles = value.new_empty(*shape, self.value_dim, BLOCK_ROWS, dtype=E4M3)
         constants = {
             "VALUE_DIM": self.value_dim, "VALUE_WIDTH": self.value_width, "SCALES": scales,
+            "AS_OPERAND": self.as_operand,
         }  # fmt: skip
         self._start(
             fp8_transpose_values, constants, 8 if self.value_width <= CHUNK else 16,
@@ -314,13 +349,17 @@ class Fp8Call:
         blocks = num_slots(extent.length, extent.batch if self.packed else None)
         return rows.new_empty(batch, extent.heads, blocks, dtype=torch.float32)
 
-    def _rows(self, rows: Tensor, extent: Extent, offsets: Tensor | None) -> View:
-        strides = row_strides(rows, self.packed)
-        return view(rows, strides, extent, offsets, packed_program_by_heads)
+    def _rows(
+        self, rows: Tensor, extent: Extent, offsets: Tensor | None,
+        find: Any = packed_program_by_heads,
+    ) -> View:  # fmt: skip
+        return view(rows, row_strides(rows, self.packed), extent, offsets, find)
 
-    def _numbers(self, numbers: Tensor, offsets: Tensor | None) -> View:
+    def _numbers(
+        self, numbers: Tensor, offsets: Tensor | None, find: Any = packed_program_by_heads
+    ) -> View:
         strides = number_strides(numbers, self.packed)
-        return view(numbers, strides, self.geometry.queries, offsets, packed_program_by_heads)
+        return view(numbers, strides, self.geometry.queries, offsets, find)
 
     def _tiles(self, tiles: Tensor, offsets: Tensor | None) -> View:
         step = self.value_dim * BLOCK_ROWS

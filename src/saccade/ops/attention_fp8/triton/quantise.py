@@ -235,20 +235,41 @@ def store_chunk(
 # ---- values --------------------------------------------------------------------------------------
 
 
+# A thread that holds a product's result has keys 2t, 2t + 1, 2t + 8 and 2t + 9 of each 16; of an
+# operand of e4m3 numbers it has places 4t to 4t + 3. So a tile of values holds the keys of each 16
+# in such an order that weights are an operand as they stand.
+
+
+@triton.jit
+def operand_key(place):
+    """Which key of a block stands at a place of its tile."""
+    return (place & ~15) | ((place & 2) << 2) | ((place & 12) >> 1) | (place & 1)
+
+
+@triton.jit
+def operand_place(key):
+    """Where in its tile a key of a block stands."""
+    return (key & ~15) | ((key & 6) << 1) | ((key & 8) >> 2) | (key & 1)
+
+
 @triton.jit
 def fp8_transpose_values(
     value, tiles, scale, largest,
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, SCALES: tl.constexpr,
+    AS_OPERAND: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of values of a head as a tile [VALUE_DIM, BLOCK] of e4m3 numbers.
 
     tiles: a View whose rows are blocks of VALUE_DIM · BLOCK numbers; past the end they are 0.
-    SCALES: as in `fp8_quantise_rows`; "none": values are e4m3 numbers already.
+    SCALES: as in `fp8_quantise_rows`; "none": values are e4m3 numbers already. AS_OPERAND: keys
+    stand where `operand_place` says.
     """
     batch, head, tile, _ = value.find(tl.program_id(0), value.data, BLOCK)
     length = num_rows(value, batch)
     present = tile * BLOCK < length
-    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, VALUE_WIDTH)
+    places = tl.arange(0, BLOCK)
+    rows = tile * BLOCK + (operand_key(places) if AS_OPERAND else places)
+    channels = tl.arange(0, VALUE_WIDTH)
     exists = (rows < length)[:, None] & (channels < VALUE_DIM)[None, :]
     pointers = row_pointers(value, batch, head, rows[:, None], channels[None, :])
     values = tl.load(pointers, mask=exists, other=0.0)

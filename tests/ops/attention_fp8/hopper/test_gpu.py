@@ -1,0 +1,142 @@
+"""The Hopper kernel of fp8 attention on a GPU: scales, masks, lengths and hidden rows.
+
+References of rows may be raised after a tile was weighed, so weights are rounded at other places
+than the CPU's. There the largest weight of a row is a power of two, and exact; here it is off by up
+to a sixteenth. So what is compared is how far both are from float64.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from fp8_cases import Case, expected, make_case
+from torch import Tensor
+
+import saccade
+from saccade import masks, scores
+
+pytestmark = pytest.mark.gpu
+WORSE = 2.0  # times the model's error, where few keys have most of the weight
+SMALL = 2e-3  # of the output's size: sums of float32, and the output's rounding to float16
+
+
+@pytest.fixture(autouse=True)
+def _needs_hopper() -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("this GPU is no Hopper")
+
+
+def on_gpu(case: Case, implementation: str = "hopper") -> tuple[Tensor, Tensor]:
+    """Output and lse of a case, which lies on the CPU, by a GPU."""
+    rows = tuple(rows.cuda() for rows in case.rows)
+    scales = {name: scale.cuda() for name, scale in case.scales.items()}
+    found = Case(rows, scales, case.options).run(implementation)  # type: ignore[arg-type]
+    return found[0].cpu(), found[1].cpu()
+
+
+def exact(case: Case) -> Tensor:
+    """The output in float64, of weights that are not rounded."""
+    rows = []
+    for name, numbers in zip(("query", "key", "value"), case.rows, strict=True):
+        scale = case.scales.get(f"{name}_scale", torch.ones(()))
+        if scale.dim() == 3:
+            scale = scale.repeat_interleave(128, 2)[:, :, : numbers.shape[2]]
+        scale = scale.double()
+        while 0 < scale.dim() < 4:
+            scale = scale.unsqueeze(-1)
+        rows.append(numbers.double() * scale)
+    return saccade.attention(*rows, **case.options, implementation="reference")
+
+
+def size(off: Tensor) -> float:
+    return float(off.double().square().mean().sqrt())
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "none": {"form": "none", "lengths": (300, 333)},
+    "one number": {"form": "number", "lengths": (257, 129), "dims": (64, 72)},
+    "heads, causal": {"form": "heads", "lengths": (200, 500), "dims": (256, 256), "causal": True},
+    "blocks, causal": {"form": "blocks", "lengths": (512, 512), "causal": True},
+    "blocks": {"form": "blocks", "lengths": (130, 700), "dims": (192, 128)},
+    "window": {
+        "form": "blocks", "lengths": (600, 600), "mask": masks.causal() & masks.window(150),
+    },
+    "few rows": {"form": "heads", "lengths": (1, 1000), "dims": (64, 64), "heads": (8, 2)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errs_as_the_model_does(name: str) -> None:
+    case = make_case(**{"dims": (128, 128), "heads": (4, 2), **CASES[name]})
+    found, wanted = on_gpu(case), expected(case)
+    torch.testing.assert_close(found[1].double(), wanted[1], atol=5e-3, rtol=1e-4)
+    truth = exact(case)
+    assert size(found[0] - truth) <= WORSE * size(wanted[0] - truth) + SMALL * size(truth)
+
+
+@pytest.mark.parametrize("quantize", ["block", "head", "tensor"])
+def test_quantises_inside(quantize: str) -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(2, heads, 400, 128, dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    options: dict[str, Any] = {"causal": True, "quantize": quantize, "return_lse": True}
+    wanted = saccade.attention_fp8(*rows, **options, implementation="cpu")
+    found = saccade.attention_fp8(*[each.cuda() for each in rows], **options)
+    truth = saccade.attention(*[each.double() for each in rows], causal=True)
+    bound = WORSE * size(wanted[0] - truth)
+    assert size(found[0].cpu() - truth) <= bound + SMALL * size(truth)
+    torch.testing.assert_close(found[1].cpu(), wanted[1], atol=0.02, rtol=0)
+
+
+@pytest.mark.parametrize("score", [None, scores.softcap(4.0)], ids=["none", "softcap"])
+def test_packed_with_sinks(score: Any) -> None:
+    torch.manual_seed(0)
+    ends = torch.tensor([0, 3, 3, 200, 513], dtype=torch.int32)
+    rows = [torch.randn(520, heads, 64).half() for heads in (4, 2, 2)]
+    rows[1] += 1  # a mean, that smoothing takes
+    options: dict[str, Any] = {"causal": True, "score": score, "return_lse": True}
+    sinks = torch.tensor([3.0, -1.0, 0.0, 8.0])
+    call: Any = saccade.attention_fp8_varlen
+    wanted = call(*rows, ends, sinks=sinks, implementation="cpu", **options)
+    on_device = [each.cuda() for each in rows]
+    found = call(*on_device, ends.cuda(), sinks=sinks.cuda(), implementation="hopper", **options)
+    torch.testing.assert_close(found[1].cpu(), wanted[1], atol=0.02, rtol=0)
+    assert size(found[0].cpu() - wanted[0]) < 0.06 * size(wanted[0])
+    assert not found[0][513:].any() and bool((found[1][:, 513:] == -torch.inf).all())
+
+
+def test_what_is_hidden_cannot_leak() -> None:
+    case = make_case(
+        "blocks", (200, 300), (2, 2), (128, 128), mask=masks.key_lengths(torch.tensor([150, 0]))
+    )
+    wanted = expected(case)
+    for tensor in case.rows[1:]:
+        tensor[0, :, 150:] = torch.nan
+        tensor[1] = torch.nan
+    case.options["mask"] = masks.key_lengths(torch.tensor([150, 0], device="cuda"))
+    found = on_gpu(case)
+    assert size(found[0] - wanted[0]) < 0.08 * size(wanted[0])
+    assert not found[0][1].any() and bool((found[1][1] == -torch.inf).all())
+    case.rows[0][0, :, 3] = torch.nan
+    seen = on_gpu(case)[0].isnan().all(-1)
+    assert bool(seen[0, :, 3].all()) and int(seen.sum()) == 2
+
+
+def test_scores_that_leave_their_reference_far_behind() -> None:
+    """A later tile's scores are higher by more than float32 holds as a power."""
+    case = make_case("none", (128, 512), (1, 1), (128, 128), batch=1, scale=1.0)
+    key = case.rows[1]
+    key[0, 0, 10] = case.rows[0][0, 0, 0]  # visited last; its score is that of a row with itself
+    key[0, 0, 10] = (key[0, 0, 10].float() * 4).to(key.dtype)
+    found, wanted = on_gpu(case), expected(case)
+    torch.testing.assert_close(found[1].double(), wanted[1], atol=5e-3, rtol=1e-4)
+    assert size(found[0] - wanted[0]) < 0.1 * size(wanted[0])
+
+
+def test_equal_calls_give_equal_bits() -> None:
+    case = make_case("blocks", (700, 700), (4, 2), (128, 128), causal=True)
+    first = on_gpu(case)
+    for _ in range(6):  # the fourth is recorded, later ones are replayed
+        again = on_gpu(case)
+        assert torch.equal(first[0], again[0]) and torch.equal(first[1], again[1])
