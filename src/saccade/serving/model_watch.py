@@ -64,7 +64,9 @@ class Weight(NamedTuple):
     def is_same(self) -> bool:
         """Whether it is in its place, and its numbers are where they were."""
         now = self.holder.get(self.key)
-        return now is self.parameter and now.dtype is self.dtype and address(now) == self.address
+        if now is None or now is not self.parameter or now.dtype is not self.dtype:
+            return False
+        return self.address is None or now.data_ptr() == self.address
 
     def change(self) -> str:
         """What became of it, for users to read."""
