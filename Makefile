@@ -28,9 +28,10 @@ TORCH ?= $(if $(HAS_GPU),torch>=2.11,torch==2.13.0)
 TRITON ?= $(if $(HAS_GPU),,$(if $(filter Linux,$(shell uname -s)),triton==3.6.0))
 NEWEST_TRITON := triton==3.9.0
 
-# More than 8 workers spend more on importing torch than they save; one core needs no worker (0).
+# More than 8 workers spend more on importing torch than they save; one core needs no worker (0). One
+# more than there are cores: some tests wait, for processes that they start and for time to pass.
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 1)
-WORKERS ?= $(shell if [ $(CORES) -gt 8 ]; then echo 8; elif [ $(CORES) -gt 1 ]; then echo $(CORES); else echo 0; fi)
+WORKERS ?= $(shell if [ $(CORES) -gt 7 ]; then echo 8; elif [ $(CORES) -gt 1 ]; then echo $$(( $(CORES) + 1 )); else echo 0; fi)
 
 # A stamp says what .venv holds. The torch stamp carries the requirement in its name, so another
 # TORCH=... is installed and the same one is not.
