@@ -183,12 +183,19 @@ def compare(kind: str, dtype: str = "bfloat16", **changes: Any) -> None:
     else:
         output, _ = case.call(leaves)
     got = case.with_gradients(leaves, {"output": output})
+    with torch.no_grad():  # another kernel, as no residual is written
+        if kind == "linear":
+            alone = linear_attention(*positional, **keywords)
+        else:
+            alone, _ = case.call(leaves)
     exact = case.run("reference", torch.float64)
     if kind == "linear":
         allowed = bounds(exact, case.run_plain(), linear_spread(case), options["dtype"])
     else:
         allowed = tolerances(case, exact)
     assert_within(got, {name: exact[name] for name in got}, allowed, str(case.description))
+    wanted, most = {"output": exact["output"]}, {"output": allowed["output"]}
+    assert_within({"output": alone}, wanted, most, f"{case.description}, no gradient due")
 
 
 def core() -> Iterator[tuple[str, dict[str, Any]]]:

@@ -246,6 +246,9 @@ def reach(
             continue
         found = listed.run()
         output, leaves = found if isinstance(found, tuple) else (found, ())
+        if leaves:  # where no gradient is due, no residual is written
+            with torch.no_grad():
+                listed.run()
         at = backward
         if leaves and wanted(at):
             torch.autograd.grad(output, leaves, torch.empty_like(output))

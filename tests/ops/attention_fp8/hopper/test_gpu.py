@@ -56,7 +56,7 @@ def size(off: Tensor) -> float:
 
 CASES: dict[str, dict[str, Any]] = {
     "none": {"form": "none", "lengths": (300, 333)},
-    "one number": {"form": "number", "lengths": (257, 129), "dims": (64, 72)},
+    "one number": {"form": "number", "lengths": (257, 129), "dims": (64, 80)},
     "heads, causal": {"form": "heads", "lengths": (200, 500), "dims": (256, 256), "causal": True},
     "blocks, causal": {"form": "blocks", "lengths": (512, 512), "causal": True},
     "blocks": {"form": "blocks", "lengths": (130, 700), "dims": (192, 128)},

@@ -20,7 +20,7 @@ from saccade.gpu.planning import Planner, TileLists
 from saccade.gpu.signature import fixed
 from saccade.gpu.tensor_view import first_slot, packed_program
 from saccade.modifiers.normal_form import is_causal
-from saccade.ops.attention.hopper.configs import heads_at_once
+from saccade.ops.attention.hopper.configs import ROWS, heads_at_once
 from saccade.ops.attention.triton.call_spec import multiprocessors
 from saccade.ops.attention_fp8.hopper import configs
 from saccade.ops.attention_fp8.hopper.forward import Fp8ForwardMeta, attention_fp8_forward
@@ -121,12 +121,12 @@ class HopperFp8Call(Fp8Call):
         (queries, keys), chosen, packed = self.geometry, self.schedule, self.packed
         offsets_q, offsets_k = numbers[7:]
         head_width, value_width = width_of(self.head_dim), width_of(self.value_dim)
-        of_rows = Box.of(numbers.query, packed, configs.ROWS, head_width)
+        of_rows = Box.of(numbers.query, packed, ROWS, head_width)
         of_keys = Box.of(numbers.key, packed, chosen.kv_tile, head_width)
         blocks = numbers.value.shape[2]
         tiles = numbers.value.flatten(1, 2)  # [batch, heads · blocks, value_dim, BLOCK_ROWS]
         of_values = Box.of(tiles, False, value_width, chosen.kv_tile)
-        of_output = Box.of(output, packed, configs.ROWS, value_width // chosen.output_parts)
+        of_output = Box.of(output, packed, ROWS, value_width // chosen.output_parts)
         return (
             descriptor(numbers.query, of_rows),
             descriptor(numbers.key, of_keys),
