@@ -177,17 +177,16 @@ def compare(kind: str, dtype: str = "bfloat16", **changes: Any) -> None:
         if name != "output":
             case.grads[name].zero_()
     leaves = case.leaves()
-    if kind == "linear":
+
+    def attended() -> Any:
+        if kind != "linear":
+            return case.call(leaves)[0]
         positional, keywords = case.arguments(leaves)
-        output = linear_attention(*positional, **keywords)
-    else:
-        output, _ = case.call(leaves)
-    got = case.with_gradients(leaves, {"output": output})
+        return linear_attention(*positional, **keywords)
+
+    got = case.with_gradients(leaves, {"output": attended()})
     with torch.no_grad():  # another kernel, as no residual is written
-        if kind == "linear":
-            alone = linear_attention(*positional, **keywords)
-        else:
-            alone, _ = case.call(leaves)
+        alone = attended()
     exact = case.run("reference", torch.float64)
     if kind == "linear":
         allowed = bounds(exact, case.run_plain(), linear_spread(case), options["dtype"])
