@@ -27,7 +27,7 @@ from saccade.gpu.kernel_args import Extent, Geometry
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Described, Stride
 from saccade.ops.attention.hopper import host as hopper_host
-from saccade.ops.attention.triton import call_spec, host
+from saccade.ops.attention.triton import call_spec, host, recorded_forward
 from saccade.ops.attention.triton.call_spec import CallSpec
 from saccade.runtime import arguments, backends, call_cache
 from saccade.testing import make_case
@@ -402,7 +402,7 @@ def recorded(on_gpu: list[int], encoded: list[int], monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Launch, "__call__", call)
     monkeypatch.setattr(Launch, "relaunch", lambda *given: False)  # asked by `call`, which looks on
     monkeypatch.setattr(recording, "RECORDS", False)
-    for module in (host, hopper_host):
+    for module in (host, hopper_host, recorded_forward):
         monkeypatch.setattr(module, "compile_side_by_side", lambda run, device: True)
     for module, memories in (
         (host, ("_forwards", "_lengths", "_specs", "_launches")),

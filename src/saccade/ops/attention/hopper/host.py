@@ -66,6 +66,7 @@ from saccade.ops.attention.triton.call_spec import (
     results_memory,
     results_to_come,
 )
+from saccade.ops.attention.triton.recorded_forward import RecordedForward, Tensors
 from saccade.runtime.spec import Gradients, Inputs, KernelConfig, Results, Variant, in_order_of
 
 Forward = Callable[[Inputs, Variant], Results]
@@ -102,7 +103,7 @@ class HopperForward:
 
         return forward
 
-    def _of_lengths(self, inputs: Inputs, variant: Variant) -> ForwardOfLengths:
+    def _of_lengths(self, inputs: Inputs, variant: Variant) -> HopperRecordedForward:
         query, key, value, _, _, offsets, _ = inputs
         lengths = (  # as `lengths_of`, in the way of every call
             self, query.shape, key.shape, query.stride(), key.stride(), value.stride(),
@@ -111,7 +112,9 @@ class HopperForward:
         )  # fmt: skip
         found = _lengths.get(lengths)
         if found is None:
-            found = remembered(_lengths, lengths, lambda: ForwardOfLengths(self, inputs, variant))
+            found = remembered(
+                _lengths, lengths, lambda: HopperRecordedForward(self, inputs, variant)
+            )
         return found
 
     def launch(self, chosen: configs.KernelSchedule) -> Launch:
@@ -139,11 +142,12 @@ class HopperForward:
         return found
 
 
-class ForwardOfLengths:
-    """The forward pass of calls of the same lengths and strides."""
+class HopperRecordedForward(RecordedForward):
+    """That of Hopper's kernel."""
 
     def __init__(self, prepared: HopperForward, inputs: Inputs, variant: Variant):
         self.prepared, self.spec, self.alone = prepared, prepared.spec, prepared.alone
+        self.compiled = prepared.compiled
         problem, spec, geometry = prepared.problem, self.spec, Geometry.of(inputs)
         kv_len, ends_align = inputs.key.shape[-2], configs.ends_align(inputs)
         self.schedule = chosen = configs.choose(problem._replace(kv_len=kv_len, aligned=ends_align))
@@ -166,46 +170,20 @@ class ForwardOfLengths:
         self.programs = min(order[0], chosen.programs * spec.multiprocessors)
         lengths = Lengths(self.numbers, (self.programs,), written)
         family = prepared.families.setdefault(chosen, PassFamily())
-        self.recorded, self.compiled = (
-            RecordedPass(inputs.query, family, lengths),
-            prepared.compiled,
-        )
+        self.recorded = RecordedPass(inputs.query, family, lengths)
 
     @functools.cached_property
     def launch(self) -> Launch:
         """The kernel; calls that go step by step need it."""
         return self.prepared.launch(self.schedule).of(self.numbers)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> Results:
-        """All results of such a call."""
-        tensors = inputs[:3] if self.alone else tensors_of(inputs, variant)
-        written = self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
-        return self.memory.results(written, inputs)
-
-    def _run(
-        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        if self.planner is not None and self.launch.form not in self.compiled:
-            self.compiled.add(self.launch.form)
-            compile_side_by_side(lambda: self._start(inputs, variant, brought), self.spec.device)
-        return self._start(inputs, variant, brought)
-
-    def _start(
-        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        device = inputs.query.device
-        written = tuple([memory.on(device) for memory in self.memory.there_are()])
-        counter = tile_scheduler.counter_of(device)
-        plan = NO_PLAN if self.planner is None else self.planner(inputs, variant)
-        tensors = (*brought, *written, *plan.tensors, counter)
-        call = inputs, variant, written, plan, counter
-        self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
-        return written
+    def _counters(self, device: torch.device) -> Tensors:
+        return (tile_scheduler.counter_of(device),)
 
     def _arguments(
-        self, inputs: Inputs, variant: Variant, written: tuple[Tensor, ...], plan: TileLists,
-        counter: Tensor,
-    ) -> tuple[Any, ...]:  # fmt: skip
+        self, inputs: Inputs, variant: Variant, written: Tensors, plan: TileLists, counters: Tensors
+    ) -> tuple[Any, ...]:
+        (counter,) = counters
         numbers, chosen = sourced(self.launch.numbers), self.schedule
         output, lse, residual, largest = self.memory.placed(written)
         assert output is not None and lse is not None
@@ -239,7 +217,7 @@ class ForwardOfLengths:
         )
 
 
-_lengths: dict[Any, ForwardOfLengths] = {}
+_lengths: dict[Any, HopperRecordedForward] = {}
 _forwards: dict[Any, HopperForward] = {}
 
 
@@ -272,10 +250,8 @@ def backward(
         triton_host.refuse_unordered(variant, wanted_tables)
     output, lse, residual, _ = saved
     inputs, grad_output = aligned(inputs), readable(in_order_of(grad_output, output))
-    passed, wants_tables = (
-        BackwardInputs(output, residual, lse, grad_output, grad_lse),
-        len(wanted_tables) > 0,
-    )
+    passed = BackwardInputs(output, residual, lse, grad_output, grad_lse)
+    wants_tables = len(wanted_tables) > 0
     like = *signature(inputs, variant), wants_tables, deterministic, configs.BACKWARD_OVERRIDE
     key = (
         *like, *lengths_of(inputs), output.stride(), lse.stride(), grad_output.stride(),

@@ -33,7 +33,7 @@ from saccade.gpu.kernel_args import (
 )
 from saccade.gpu.launcher import Launch, compile_ahead, compile_side_by_side, current_device
 from saccade.gpu.pass_recorder import MemoryLayout, layout_of
-from saccade.gpu.planning import NO_PLAN, Planner, TileLists
+from saccade.gpu.planning import Planner, TileLists
 from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
 from saccade.gpu.signature import Number, Stride, sourced
 from saccade.ops.attention.triton import configs
@@ -58,6 +58,7 @@ from saccade.ops.attention.triton.call_spec import (
     with_unit_channels,
 )
 from saccade.ops.attention.triton.forward import attention_forward
+from saccade.ops.attention.triton.recorded_forward import RecordedForward, Tensors
 from saccade.runtime.spec import (
     Gradients,
     Inputs,
@@ -96,63 +97,43 @@ class TritonForward:
 
         return forward
 
-    def _of_lengths(self, inputs: Inputs, variant: Variant) -> ForwardOfLengths:
+    def _of_lengths(self, inputs: Inputs, variant: Variant) -> TritonRecordedForward:
         key = self, *lengths_of(inputs)
         found = _lengths.get(key)
         if found is None:
-            found = remembered(_lengths, key, lambda: ForwardOfLengths(self, inputs, variant))
+            found = remembered(_lengths, key, lambda: TritonRecordedForward(self, inputs, variant))
         return found
 
 
-class ForwardOfLengths:
-    """The forward pass of calls of the same lengths and strides."""
+class TritonRecordedForward(RecordedForward):
+    """That of Triton's kernel."""
 
     def __init__(self, prepared: TritonForward, inputs: Inputs, variant: Variant):
         self.spec, call = prepared.spec.at(inputs), (inputs, variant)
         one_loop = configs.in_one_loop(self.spec.problem("forward", call))
-        launch = self.spec.launch(
+        self.kernel = kernel = self.spec.launch(
             attention_forward, "forward", call, prepared.config, ONE_LOOP=one_loop
         )
-        tiles = launch.constants["QUERY_TILE"], launch.constants["KV_TILE"]
+        tiles = kernel.constants["QUERY_TILE"], kernel.constants["KV_TILE"]
         queries = self.spec.geometry.queries
-        self.programs = queries.programs(tiles[0])
-        self.planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
-        self.alone = brings_three(inputs, variant) and not self.planner.needed
+        self.programs, self.compiled = queries.programs(tiles[0]), prepared.compiled
+        planner = Planner(inputs, variant, self.spec.geometry, tiles, over_keys=True)
+        self.planner = planner if planner.needed else None
+        self.alone = brings_three(inputs, variant) and self.planner is None
         self.memory = results_memory(inputs, variant)
         written = self.memory.there_are()
-        numbers = (queries.batch, *numbers_of(inputs[:3]), *laid_numbers(written))
-        self.launch, self.compiled = launch.of(numbers), prepared.compiled
-        lengths = Lengths(numbers, (self.programs,), written)
-        family = prepared.families.setdefault(launch.shared, PassFamily())
+        self.numbers = (queries.batch, *numbers_of(inputs[:3]), *laid_numbers(written))
+        lengths = Lengths(self.numbers, (self.programs,), written)
+        family = prepared.families.setdefault(kernel.shared, PassFamily())
         self.recorded = RecordedPass(inputs.query, family, lengths)
 
-    def __call__(self, inputs: Inputs, variant: Variant) -> Results:
-        """All results of such a call."""
-        tensors = inputs[:3] if self.alone else tensors_of(inputs, variant)
-        written = self.recorded(tensors, lambda: self._run(inputs, variant, tensors))
-        return self.memory.results(written, inputs)
-
-    def _run(
-        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        if self.planner.needed and self.launch.form not in self.compiled:
-            self.compiled.add(self.launch.form)
-            compile_side_by_side(lambda: self._start(inputs, variant, brought), self.spec.device)
-        return self._start(inputs, variant, brought)
-
-    def _start(
-        self, inputs: Inputs, variant: Variant, brought: tuple[Tensor, ...]
-    ) -> tuple[Tensor, ...]:
-        device = inputs.query.device
-        written = tuple([memory.on(device) for memory in self.memory.there_are()])
-        plan = NO_PLAN if self.alone else self.planner(inputs, variant)
-        tensors = (*brought, *written, *plan.tensors)
-        call = inputs, variant, written, plan
-        self.launch(self.programs, self.spec.device, tensors, lambda: self._arguments(*call))
-        return written
+    @functools.cached_property
+    def launch(self) -> Launch:
+        """The kernel; calls that go step by step need it."""
+        return self.kernel.of(self.numbers)
 
     def _arguments(
-        self, inputs: Inputs, variant: Variant, written: tuple[Tensor, ...], plan: TileLists
+        self, inputs: Inputs, variant: Variant, written: Tensors, plan: TileLists, counters: Tensors
     ) -> tuple[Any, ...]:
         spec = self.spec.sourced(sourced(self.launch.numbers), (*inputs[:3], *written))
         output, lse, residual, largest = self.memory.placed(written)
@@ -169,7 +150,7 @@ class ForwardOfLengths:
 
 
 _forwards: dict[Any, TritonForward] = {}
-_lengths: dict[Any, ForwardOfLengths] = {}
+_lengths: dict[Any, TritonRecordedForward] = {}
 
 
 def prepared(inputs: Inputs, variant: Variant, config: KernelConfig) -> TritonForward:

@@ -63,14 +63,11 @@ def forward(
     return prepared(inputs, variant, config, quantisation)(inputs, variant)
 
 
-_calls: dict[Any, Fp8Call] = {}
-
-
 def prepared(
     inputs: Fp8Inputs, variant: Variant, config: KernelConfig, quantisation: Quantisation
 ) -> Fp8Forward:
     """The forward pass of calls of the same kind."""
-    return Fp8Forward(config, quantisation, HopperFp8Call, _calls)
+    return Fp8Forward(config, quantisation, HopperFp8Call)
 
 
 class HopperFp8Call(Fp8Call):

@@ -73,28 +73,27 @@ def prepared(
     inputs: Fp8Inputs, variant: Variant, config: KernelConfig, quantisation: Quantisation
 ) -> Fp8Forward:
     """The forward pass of calls of the same kind."""
-    return Fp8Forward(config, quantisation)
+    return Fp8Forward(config, quantisation, Fp8Call)
 
 
 class Fp8Forward:
-    """The forward pass of calls of the same options."""
+    """The forward pass of calls of the same options.
 
-    def __init__(
-        self, config: KernelConfig, quantisation: Quantisation,
-        kind: type[Fp8Call] | None = None, calls: dict[Any, Fp8Call] | None = None,
-    ):  # fmt: skip
-        """kind: of calls, and where those that were prepared are kept; None: by Triton."""
-        self.config, self.quantisation = config, quantisation
-        self.kind = Fp8Call if kind is None else kind
-        self.calls = _calls if calls is None else calls
+    Args:
+        kind: of calls: those of Triton's kernel, or of Hopper's.
+    """
+
+    def __init__(self, config: KernelConfig, quantisation: Quantisation, kind: type[Fp8Call]):
+        self.config, self.quantisation, self.kind = config, quantisation, kind
 
     def __call__(self, inputs: Fp8Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         """Output and lse."""
         inputs = with_unit_channels(inputs)  # type: ignore[type-var]
         layouts = [None if one is None else (one.shape, one.stride()) for one in inputs]
-        key = signature(inputs, variant), *layouts, self.config, self.quantisation  # type: ignore[arg-type]
+        options = self.kind, self.config, self.quantisation
+        key = signature(inputs, variant), *layouts, *options  # type: ignore[arg-type]
         call = remembered(
-            self.calls, key, lambda: self.kind(inputs, variant, self.config, self.quantisation)
+            _calls, key, lambda: self.kind(inputs, variant, self.config, self.quantisation)
         )
         return call(inputs, variant)
 
