@@ -25,7 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from saccade.serving import launch
-from saccade.serving.engine import Engine
+from saccade.serving.engine import MAX_BATCH_TOKENS, Engine
 from saccade.serving.request import Completion, EngineStatistics, Generated, RequestStatistics
 from saccade.serving.scheduler import choose_threads
 
@@ -250,7 +250,7 @@ def serve(
     sizes: dict[str, Any] = {
         "max_sequences": max_sequences, "num_pages": num_pages, "max_length": max_length,
         "cuda_graphs": cuda_graphs, "compile": "auto" if compile is None else compile,
-        "max_batch_tokens": max(384, max_sequences), "rank_timeout": rank_timeout,
+        "max_batch_tokens": max(MAX_BATCH_TOKENS, max_sequences), "rank_timeout": rank_timeout,
     }  # fmt: skip
     asked = Serving(
         model, host, port, api_key, name, chat_template, (max_body, max_waiting, max_seconds),
@@ -427,7 +427,7 @@ def run(
         if model.device.type == "cpu":
             with torch.inference_mode():
                 choose_threads(lambda: model(torch.zeros(1, 8, dtype=torch.long)))
-    rows = max(512, sizes["max_sequences"])
+    rows = max(MAX_BATCH_TOKENS, sizes["max_sequences"])
     engine = Engine(model, tokenizer, max_batch_tokens=rows, **sizes)
     completions = [
         completion

@@ -34,6 +34,10 @@ from saccade.serving.request import (
 from saccade.serving.scheduler import Capacity, Preemption, Scheduler, make_capacity
 from saccade.serving.states import explain_states
 
+MAX_BATCH_TOKENS = 384
+"""Of a step, unless more is asked for: one of 8 billion parameters then takes an H200 less than
+three times one that only decodes."""
+
 
 class Engine:
     """Serves many requests at once through one causal model of transformers, used as it is.
@@ -114,7 +118,7 @@ class Engine:
         memory: int | None = None,
         page_size: int = 16,
         page_dtype: Any = None,
-        max_batch_tokens: int = 384,
+        max_batch_tokens: int = MAX_BATCH_TOKENS,
         max_sequences: int = 64,
         max_length: int | None = None,
         preemption: Preemption = "swap",
