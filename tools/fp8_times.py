@@ -30,7 +30,6 @@ from saccade import KernelConfig, masks, scores
 from saccade.ops.attention_fp8.hopper import configs
 from saccade.ops.attention_fp8.hopper.configs import Fp8Schedule
 from saccade.ops.attention_fp8.hopper.host import HopperFp8Call
-from saccade.ops.attention_fp8.triton.host import Fp8Forward
 from saccade.ops.attention_fp8.validation import Fp8Options, prepare
 
 E4M3 = torch.float8_e4m3fn
@@ -317,15 +316,17 @@ def by_schedule(case: TimeCase, schedule: Fp8Schedule) -> Callable[[], Any]:
         )
         for rows in copies
     ]  # fmt: skip
-    forward = Fp8Forward(KernelConfig(), prepared[0].quantisation, HopperFp8Call, {})
+    first, config = prepared[0], KernelConfig()
+    configs.OVERRIDE = schedule
+    try:
+        forward = HopperFp8Call(first.inputs, first.variant, config, first.quantisation)
+    finally:
+        configs.OVERRIDE = None
     turns = itertools.cycle(prepared)
 
     def call() -> Any:
-        one, configs.OVERRIDE = next(turns), schedule
-        try:
-            return forward(one.inputs, one.variant)
-        finally:
-            configs.OVERRIDE = None
+        one = next(turns)
+        return forward(one.inputs, one.variant)
 
     return call
 
