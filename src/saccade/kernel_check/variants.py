@@ -285,7 +285,7 @@ def compile_with_progress(
 
     Variants that Triton has to start are left out.
 
-    most: so many of them, spread over all. of: globs of calls.
+    most: so many of them, spread from the first to the last. of: globs of calls.
 
     Raises:
         RuntimeError: if a compiling process died, with the last line that it wrote.
@@ -351,8 +351,9 @@ def main(request: Request) -> None:
     """Answer a request."""
     found: list[tuple[Variant, Launch, Arguments]] = []
     reach(request.architecture, lambda *one: found.append(one), request.kernels, request.of)
-    if request.most:
-        found = found[:: max(len(found) // request.most, 1)][: request.most]
+    if 0 < request.most < len(found):
+        last, parts = len(found) - 1, max(request.most - 1, 1)
+        found = [found[number * last // parts] for number in range(request.most)]
     print(len(found), flush=True)
     for variant, launch, arguments in found[request.part :: request.parts]:
         if request.folder:

@@ -355,8 +355,8 @@ def plan(  # breaks function-length: most of it is the docstring
 
     Examples:
         >>> plan = saccade.parallel.plan(masks.causal(), 65536, 8)
-        >>> plan.method, round(plan.imbalance, 2)
-        ('gather', 0.0)
+        >>> plan.ranks, round(plan.imbalance, 2)
+        (8, 0.0)
         >>> documents = torch.tensor([0, 5000, 5100, 9000], dtype=torch.int32)
         >>> plan = saccade.parallel.plan(None, documents, 4, causal=True)
         >>> len(plan.rows_of(3))
