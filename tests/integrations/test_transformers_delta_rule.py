@@ -12,7 +12,11 @@ from torch import Tensor
 
 transformers: Any = pytest.importorskip("transformers")
 
-from saccade.integrations.transformers import delta_rule, register  # noqa: E402
+from saccade.integrations.transformers import (  # noqa: E402
+    delta_rule,
+    layer_functions,
+    register,
+)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -44,13 +48,13 @@ OUTPUTS, GRADIENTS = 1e-5, 3e-4
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shape of the queries of every call that came to saccade."""
     seen: list[tuple[int, ...]] = []
-    serve = delta_rule.gated_delta_rule
 
-    def served(query: Tensor, *arguments: Any, **options: Any) -> Any:
+    def served(theirs: Any, query: Tensor, *arguments: Any, **options: Any) -> Any:
         seen.append(tuple(query.shape))
-        return serve(query, *arguments, **options)
+        return delta_rule.gated_delta_rule(theirs, query, *arguments, **options)
 
-    monkeypatch.setattr(delta_rule, "gated_delta_rule", served)
+    for name in delta_rule.FUNCTIONS:
+        monkeypatch.setitem(layer_functions.FUNCTIONS, name, served)
     return seen
 
 

@@ -26,7 +26,7 @@ from saccade import masks, scores
 from saccade.integrations.arguments import chained, sliding_window_mask
 from saccade.integrations.transformers.cache import PagedRows
 from saccade.integrations.transformers.deferred import MaskTensor
-from saccade.integrations.transformers.delta_rule import attach, attach_when_made
+from saccade.integrations.transformers.layer_functions import attach, attach_when_made
 from saccade.integrations.transformers.masks import (
     GraphMask,
     LazyMask,
@@ -407,7 +407,8 @@ def register() -> None:
     inference in bfloat16 and float16, in fp8, by "saccade-fp8".
 
     Their layers of the gated delta rule (Qwen3-Next, Qwen3.5, OLMo-hybrid, Kimi Linear) then take
-    saccade's as well.
+    saccade's as well, and their layers of Mamba-2 (Bamba, Falcon-H1, Granite 4, Nemotron-H, Zamba2)
+    linear attention with decay.
 
     Call it once, before a model is made or `model.set_attn_implementation("saccade")` is called;
     again does no harm. A model that does not ask transformers' AttentionInterface is refused by
