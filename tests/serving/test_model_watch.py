@@ -10,6 +10,7 @@ import tiny_models
 import torch
 import transformers
 from replayed import with_graphs
+from torch._dynamo.testing import CompileCounter
 
 import saccade
 from saccade.serving.model_watch import ModelWatch
@@ -166,10 +167,23 @@ def test_an_engine_that_moves_weights_is_noticed_by_one_that_was_there(monkeypat
         tokens(graphs)
 
 
-def test_models_that_are_made_elsewhere_change_nothing():
+def test_models_that_are_made_elsewhere_are_no_hint():
     model = model_of()
     watch = ModelWatch(model)
-    assert watch.seems_same()
     model_of()
+    assert [*model.model.layers[:1]] == [model.model.layers[0]]  # a container of its own
+    assert watch.seems_same()
+    model.model.norm.register_parameter("weight", model.model.norm.weight)
     assert not watch.seems_same()  # a hint, no more
     assert watch.change() is None and watch.seems_same()
+
+
+def test_code_that_makes_modules_is_compiled_once_where_a_model_is_watched():
+    model = model_of()
+    watch, counter = ModelWatch(model), CompileCounter()
+    compiled = torch.compile(lambda rows: model.model.layers[:1][0].mlp(rows), backend=counter)
+    torch._dynamo.reset()
+    for _ in range(3):
+        compiled(torch.ones(1, tiny_models.SIZES["hidden_size"], dtype=torch.float64))
+    assert counter.frame_count == 1 and watch.seems_same()
+    torch._dynamo.reset()

@@ -4,8 +4,9 @@ An engine has tried the model's layers, and may have captured addresses of its w
 a weight that is replaced later, a cast or a move to another device would be served wrongly, or not
 at all by graphs that read the memory from before. Looking at all of a model takes 0.1 ms, which is
 done when requests come. In each step it is looked at only where something hints at a change:
-PyTorch calls a hook whenever any module or parameter is registered anywhere, which is counted here,
-and one module and one weight are compared in turn: a cast changes all weights.
+PyTorch calls a hook whenever any module or parameter is registered anywhere, which is counted here
+where a watched module gets it, and one module and one weight are compared in turn: a cast changes
+all weights.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -27,14 +29,26 @@ ATTENTION = "_attn_implementation_internal"
 
 
 class Registrations:
-    """Counts modules and parameters that are registered in this process."""
+    """Counts modules and parameters that watched modules get.
+
+    Attributes:
+        count: so many so far.
+        watched: modules by their number. Whether they equal others is theirs to say, so they are
+            no keys.
+    """
 
     count = 0
+    watched: WeakValueDictionary[int, Module] = WeakValueDictionary()
 
     @classmethod
     def note(cls, module: Module, name: str, registered: Any) -> None:
-        """One more; nothing is put in its place."""
-        cls.count += 1
+        """One more, of a watched module; nothing is put in its place.
+
+        Code that is being compiled makes modules of its own, as `layers[:n]` does. Were the count
+        read there, that code would be compiled anew for each count.
+        """
+        if not torch.compiler.is_compiling() and cls.watched.get(id(module)) is module:
+            cls.count += 1
 
 
 register_module_module_registration_hook(Registrations.note)
@@ -108,6 +122,7 @@ class ModelWatch:
     def renew(self) -> None:
         """Take the model as it is now for what it is to be."""
         self._count = Registrations.count
+        Registrations.watched.update((id(module), module) for module in self._model.modules())
         self._modules = [
             (name, module._modules, tuple(module._modules.values()))
             for name, module in self._model.named_modules()

@@ -197,11 +197,22 @@ class Worker:
             self._submitted.popleft()  # the last, so that an interrupt loses none
 
     def _take_step(self) -> bool:
-        """Begin a step, and look at what one before it gave: at the same if nothing is to follow
-        before that."""
+        """Take a step of a model that is what it was."""
         if self._submitted or not self._model.seems_same():
             self._look_at_weights()
         self._take_in()
+        try:
+            return self._advance()
+        except Exception as error:  # a changed model may fail before its change was looked for
+            try:
+                self._model.check_same(addresses_matter=self._decoder.has_graphs)
+            except RuntimeError as changed:
+                raise changed from error
+            raise
+
+    def _advance(self) -> bool:
+        """Begin a step, and look at what one before it gave: at the same if nothing is to follow
+        before that."""
         begin = time.perf_counter()
         under_way, following = self._under_way, None
         if under_way is None:
