@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,7 +38,7 @@ class Registrations:
     """
 
     count = 0
-    watched: WeakValueDictionary[int, Module] = WeakValueDictionary()
+    watched: ClassVar[WeakValueDictionary[int, Module]] = WeakValueDictionary()
 
     @classmethod
     def note(cls, module: Module, name: str, registered: Any) -> None:
