@@ -60,8 +60,9 @@ examples:
     nice python tools/try_stack.py 2.11.0 3.6.0 --record --remove
 
 The environment is made once: 5 to 7 GB, since a torch with Triton brings CUDA's libraries, and
-some minutes. A second run with the same TORCH, TRITON and FOLDER takes it as it is. pip's own
-settings hold, so PIP_CONFIG_FILE=/dev/null sets aside those of a machine that forbid a version.
+some minutes. A second run with the same TORCH, TRITON and FOLDER takes it as it is, and puts this
+checkout's Saccade in. pip's own settings hold, so PIP_CONFIG_FILE=/dev/null sets aside those of a
+machine that forbid a version.
 
 exit status: 0 if all tests passed, 1 if some failed, 2 if they could not be run.
 """
@@ -147,15 +148,17 @@ def main(arguments: list[str]) -> int:
 def prepare(environment: Path, stack: Stack) -> None:
     """Make the environment, unless it is there: torch and Triton first, then what tests need."""
     ready, python = environment / "ready", environment / "bin/python"
+    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     if ready.exists():
         print(f"[1/3] {environment} is there")
-        print("[2/3] torch and Triton are installed")
+        print("[2/3] torch and Triton are installed", flush=True)
+        # It may have been made by another checkout, whose Saccade is not to be tested.
+        subprocess.run([*install, "--no-deps", "-e", str(ROOT)], check=True)
         return
     print(f"[1/3] Making {environment}", flush=True)
     subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
     pins = [f"torch=={stack.torch}", f"triton=={stack.triton}"]
     print(f"[2/3] Installing {' '.join(pins)} and what tests need (minutes)", flush=True)
-    install = [python, "-m", "pip", "install", "-q", "--disable-pip-version-check"]
     subprocess.run([*install, *pins], check=True)
     # Named again: nothing that follows may bring another.
     subprocess.run([*install, "-e", f"{ROOT}[dev,bench]", *pins], check=True)

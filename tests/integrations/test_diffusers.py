@@ -120,7 +120,7 @@ def test_reached_models_and_other_backends_are_silent() -> None:
         warnings.simplefilter("error", UserWarning)
         flux.set_attention_backend("saccade")
         unet().set_attention_backend("native")
-    assert diffusers.not_reached(flux) is None
+    assert diffusers.not_reached(flux, "saccade") is None
 
 
 def test_what_is_not_there_is_refused() -> None:

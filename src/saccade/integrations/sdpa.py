@@ -81,18 +81,21 @@ def scaled_dot_product_attention(
         >>> torch.testing.assert_close(output, saccade.attention(query, key, value, causal=True))
     """
     call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    output = saccade.attention(call.query, call.key, call.value, **call.options)
-    assert isinstance(output, Tensor)  # a pair only with return_lse
-    return output.reshape(*call.leading, *output.shape[-2:])
+    return call.rows(saccade.attention(call.query, call.key, call.value, **call.options))
 
 
-def enable() -> None:
+def enable(*, fp8: bool = False) -> None:
     """Route `torch.nn.functional.scaled_dot_product_attention` through saccade, until `disable`.
 
     Calls that saccade does not serve go where they went before: nested tensors and other
     subclasses, devices without an implementation, and all calls while `sdpa_kernel` or one of its
     switches has turned a backend off, since the caller has then chosen another. Calling it twice
-    changes nothing.
+    changes nothing but `fp8`.
+
+    Args:
+        fp8: compute calls in bfloat16 and float16 by `saccade.attention_fp8`, less exactly, where
+            it serves them: without gradients and dropout, on devices with a kernel for it. Other
+            calls are computed as without it, and `explain` says why.
 
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 16, 8)
@@ -100,6 +103,9 @@ def enable() -> None:
         >>> output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         >>> saccade.integrations.sdpa.disable()
     """
+    if not isinstance(fp8, bool):
+        raise TypeError(f"fp8: got {type(fp8).__name__}, takes True or False")
+    _patch.fp8 = fp8
     _patch.put()
 
 
@@ -117,15 +123,18 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled() -> Iterator[None]:
+def enabled(*, fp8: bool = False) -> Iterator[None]:
     """`enable` on the way in, `disable` on the way out.
+
+    Args:
+        fp8: as of `enable`.
 
     Examples:
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
         >>> with saccade.integrations.sdpa.enabled():
         ...     output = layer(torch.randn(1, 8, 16))  # attends by saccade
     """
-    enable()
+    enable(fp8=fp8)
     try:
         yield
     finally:
@@ -139,6 +148,7 @@ class Route:
     Attributes:
         reason: why it stays with PyTorch, or None: saccade serves it.
         explanation: what `saccade.explain` says of it, where it can be said.
+        not_fp8: after `enable(fp8=True)`, why the call is not computed in fp8; else None.
 
     Examples:
         >>> from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -151,11 +161,13 @@ class Route:
 
     reason: str | None
     explanation: Any = None
+    not_fp8: str | None = None
 
     def __str__(self) -> str:
-        if self.reason is None:
-            return str(self.explanation)
-        return f"attention: by PyTorch's own {NAME}, as saccade cannot serve it: {self.reason}"
+        if self.reason is not None:
+            return f"attention: by PyTorch's own {NAME}, as saccade cannot serve it: {self.reason}"
+        not_fp8 = "" if self.not_fp8 is None else f"\nnot in fp8: {self.not_fp8}"
+        return f"{self.explanation}{not_fp8}"
 
 
 def explain(
@@ -183,21 +195,50 @@ def explain(
     try:
         call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
         found = saccade.explain(saccade.attention, call.query, call.key, call.value, **call.options)
+        in_fp8, not_fp8 = _explained_in_fp8(call) if _patch.fp8 else (None, None)
     except (TypeError, ValueError, NotImplementedError) as error:
         return Route(str(error))
+    if in_fp8 is not None:
+        return Route(None, in_fp8)
     if found.chosen is None:
-        return Route("; ".join(f"{name}: {reason}" for name, reason in found.reasons.items()))
-    return Route(None, found)
+        return Route(_reasons(found))
+    return Route(None, found, not_fp8)
+
+
+def _explained_in_fp8(call: SdpaCall) -> tuple[Any, str | None]:
+    """What `saccade.explain` says of a call in fp8, or why it is not computed so."""
+    reason = call.not_in_fp8()
+    if reason is not None:
+        return None, reason
+    rows, options = (call.query, call.key, call.value), call.fp8_options
+    found = saccade.explain(saccade.attention_fp8, *rows, **options)
+    return (None, _reasons(found)) if found.chosen is None else (found, None)
+
+
+def _reasons(found: Any) -> str:
+    return "; ".join(f"{name}: {reason}" for name, reason in found.reasons.items())
 
 
 def _served(*arguments: Any, **options: Any) -> Tensor | None:
     """The output of a call that came to PyTorch's function, or None: PyTorch is to serve it."""
     if _why_not(*arguments, *options.values()) is None:
         try:
-            return scaled_dot_product_attention(*arguments, **options)
+            output = _served_in_fp8(*arguments, **options) if _patch.fp8 else None
+            return scaled_dot_product_attention(*arguments, **options) if output is None else output
         except (TypeError, ValueError, NotImplementedError):
             pass  # PyTorch serves it, or finds its own words for what is wrong
     return None
+
+
+def _served_in_fp8(*arguments: Any, **options: Any) -> Tensor | None:
+    """The output of such a call, or None: it is not computed in fp8."""
+    call = translated(*arguments, **options)
+    if call.not_in_fp8() is not None:
+        return None
+    try:
+        return call.in_fp8()
+    except NotImplementedError:  # no kernel for it is there
+        return None
 
 
 def _why_not(*arguments: Any) -> str | None:
@@ -240,16 +281,45 @@ class SdpaCall(NamedTuple):
     options: dict[str, Any]
     leading: torch.Size  # of the output, before its rows
 
+    def rows(self, output: Any) -> Tensor:
+        """The output with the dimensions that the call has."""
+        assert isinstance(output, Tensor)  # a pair only with return_lse
+        return output.reshape(*self.leading, *output.shape[-2:])
+
+    def in_fp8(self) -> Tensor:
+        """The output by `saccade.attention_fp8`, with its errors."""
+        rows, options = (self.query, self.key, self.value), self.fp8_options
+        return self.rows(saccade.attention_fp8(*rows, **options))
+
+    @property
+    def fp8_options(self) -> dict[str, Any]:
+        """The options as `saccade.attention_fp8` takes them."""
+        return {name: value for name, value in self.options.items() if name != "dropout_p"}
+
+    def not_in_fp8(self) -> str | None:
+        """Why it is not computed in fp8, as far as that shows without looking for a kernel."""
+        if self.query.dtype not in (torch.bfloat16, torch.float16):
+            return f"it quantises bfloat16 and float16, not {self.query.dtype}"
+        if self.options["dropout_p"]:
+            return f"there is no dropout, of which dropout_p asks {self.options['dropout_p']}"
+        score = self.options.get("score")
+        captured = () if score is None else score.captured.tensors
+        if torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (self.query, self.key, self.value, *captured)
+        ):
+            return "there is no gradient, which may be asked for"
+        return None
+
 
 def translated(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> SdpaCall:
     """The call with four dimensions, a mask and a score."""
     for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -356,10 +426,13 @@ class Patch:
 
     Args:
         serve: gives the output of a call, or None for what PyTorch is to serve.
+
+    Attributes:
+        fp8: whether calls are computed in fp8 where that can be.
     """
 
     def __init__(self, serve: Callable[..., Tensor | None]):
-        self.serve, self.active = serve, False
+        self.serve, self.active, self.fp8 = serve, False, False
         self.before: Callable[..., Tensor] = ORIGINAL
         self._lock, self._away = threading.Lock(), 0
         self.__name__ = self.__qualname__ = NAME
