@@ -19,6 +19,9 @@ from saccade.integrations import diffusers, sdpa
 F: Any = torch.nn.functional  # called with unpacked lists
 ours: Any = saccade.scaled_dot_product_attention
 explain: Any = sdpa.explain
+their_backend: Any = diffusers.fp8_attention
+fp8: Any = saccade.attention_fp8
+attention: Any = saccade.attention
 
 
 def rows(dtype: torch.dtype = torch.bfloat16, heads: int = 4) -> list[Tensor]:
@@ -49,7 +52,7 @@ def test_calls_of_16_bits_are_computed_in_fp8(options: dict[str, Any]) -> None:
     }  # fmt: skip
     if options.get("attn_mask") is not None and options["attn_mask"].dtype != torch.bool:
         translated = {"score": scores.bias(options["attn_mask"])}
-    wanted = saccade.attention_fp8(*tensors, **translated)
+    wanted = fp8(*tensors, **translated)
     with sdpa.enabled(fp8=True):
         found = F.scaled_dot_product_attention(*tensors, **options)
         assert "fp8 attention" in str(explain(*tensors, **options))
@@ -65,7 +68,7 @@ def test_heads_and_dimensions_are_those_of_the_call() -> None:
     with sdpa.enabled(fp8=True):
         grouped = F.scaled_dot_product_attention(query, key, value, enable_gqa=True)
         alone = F.scaled_dot_product_attention(query[0], key[0], value[0], enable_gqa=True)
-    torch.testing.assert_close(grouped, saccade.attention_fp8(query, key, value), rtol=0, atol=0)
+    torch.testing.assert_close(grouped, fp8(query, key, value), rtol=0, atol=0)
     torch.testing.assert_close(alone, grouped[0], rtol=0, atol=0)
 
 
@@ -102,7 +105,7 @@ def test_a_bias_that_wants_a_gradient_is_not_quantised() -> None:
 
 def test_the_last_word_holds() -> None:
     tensors = rows()
-    exact = saccade.attention(*tensors)
+    exact = attention(*tensors)
     sdpa.enable(fp8=True)
     sdpa.enable()
     found = F.scaled_dot_product_attention(*tensors)
@@ -113,7 +116,7 @@ def test_the_last_word_holds() -> None:
 
 def test_compiled_calls_are_in_fp8_too() -> None:
     tensors = rows()
-    wanted = saccade.attention_fp8(*tensors, causal=True)
+    wanted = fp8(*tensors, causal=True)
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         output: Tensor = F.scaled_dot_product_attention(query, key, value, is_causal=True)
@@ -124,7 +127,7 @@ def test_compiled_calls_are_in_fp8_too() -> None:
     with sdpa.enabled(fp8=True):
         torch.testing.assert_close(compiled(*tensors), wanted, rtol=0, atol=0)
     with sdpa.enabled():
-        exact = saccade.attention(*tensors, causal=True)
+        exact = attention(*tensors, causal=True)
         torch.testing.assert_close(compiled(*tensors), exact, rtol=0, atol=0)
     torch._dynamo.reset()
 
@@ -136,7 +139,7 @@ def test_a_backend_of_diffusers() -> None:
     diffusers.register()
     tensors = [each.transpose(1, 2) for each in rows()]  # [batch, length, heads, dim]
     shown = torch.arange(70) < torch.tensor([[70], [9]])
-    wanted = saccade.attention_fp8(*rows(), mask=shown[:, None, None])
+    wanted = fp8(*rows(), mask=shown[:, None, None])
     with torch.no_grad(), dispatch.attention_backend("saccade-fp8"):
         found = dispatch.dispatch_attention_fn(*tensors, attn_mask=shown)
     torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=0, atol=0)
@@ -145,13 +148,13 @@ def test_a_backend_of_diffusers() -> None:
 def test_what_the_backend_does_not_take_is_refused() -> None:
     tensors = rows()
     with pytest.raises(NotImplementedError, match=r"dropout_p: got 0\.1.*'saccade' has dropout"):
-        diffusers.fp8_attention(*tensors, dropout_p=0.1)
+        their_backend(*tensors, dropout_p=0.1)
     with pytest.raises(NotImplementedError, match="no context parallelism"):
-        diffusers.fp8_attention(*tensors, _parallel_config=object())
+        their_backend(*tensors, _parallel_config=object())
     with pytest.raises(TypeError, match=r"query: got torch\.float32"):
-        diffusers.fp8_attention(*rows(torch.float32))
+        their_backend(*rows(torch.float32))
     with pytest.raises(NotImplementedError, match="gradient"):
-        diffusers.fp8_attention(*[each.requires_grad_() for each in rows()])
+        their_backend(*[each.requires_grad_() for each in rows()])
 
 
 def test_a_model_that_the_backend_does_not_reach_says_what_does() -> None:

@@ -122,8 +122,8 @@ def fp8_attention(
             "dropout"
         )
 
-    def in_fp8(*rows: Tensor, **options: Any) -> Tensor:
-        return translated(*rows, **options).in_fp8()
+    def in_fp8(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
+        return translated(query, key, value, **options).in_fp8()
 
     return heads_first(
         in_fp8, query, key, value, attn_mask=_by_rows(attn_mask, query, key), is_causal=is_causal,
