@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import saccade
 from saccade.bench.case import (
     CAUSAL,
     FULL,
@@ -32,8 +33,15 @@ def test_names_say_what_cases_are(case):
     assert machine in ("cpu", "gpu", "tiny")
     values = "" if case.value_dim == case.head_dim else f"x{case.value_dim}"
     assert dim == f"d{case.head_dim}{values}"
-    assert case.query_heads % case.kv_heads == 0
-    if not case.decodes:
+    heads = sorted(
+        (case.query_heads, case.kv_heads)
+    )  # value heads share key heads by the delta rule
+    assert heads[1] % heads[0] == 0 and (case.attention == "delta" or heads[1] == case.query_heads)
+    if case.attention == "delta":
+        forward, backward = (case.flops(name) for name in ("forward", "backward"))
+        assert case.flops("forward+backward") == forward + backward
+        assert f"-h{case.query_heads}x{case.kv_heads}-" in case.name
+    elif not case.decodes:
         assert case.flops("forward+backward") == pytest.approx(3.5 * case.flops("forward"))
 
 
@@ -43,7 +51,35 @@ def test_tensors_have_the_case_s_shapes_and_are_the_same_every_time():
     assert first.query.shape == (1, 4, 48, 16)
     assert first.key.shape == first.value.shape == (1, 2, 48, 16)
     assert first.grad_output.shape == (1, 4, 48, 16)
-    assert all(torch.equal(one, two) for one, two in zip(first, second, strict=True))
+    assert all(torch.equal(one, two) for one, two in zip(first[:4], second[:4], strict=True))
+
+
+def test_cases_of_the_delta_rule_have_beta_and_decay():
+    channels = CASES["tiny-delta-channels-h2x2-fp32-d16-1x70"]
+    beta, decay = channels.make(CPU).others
+    assert beta.shape == (1, 2, 70) and decay.shape == (1, 2, 70, 16)
+    assert beta.min() > 0 and beta.max() < 1 and decay.min() > -1 and decay.max() <= 0
+    case = CASES["tiny-delta-h2x4-fp32-d16-2x70"]
+    tensors = case.make(CPU)
+    shapes = [tuple(each.shape) for each in (*tensors.inputs, tensors.grad_output)]
+    of_keys, of_values = (2, 2, 70, 16), (2, 4, 70, 16)
+    assert shapes == [of_keys, of_keys, of_values, (2, 4, 70), (2, 4, 70), of_values]
+    assert torch.equal(tensors.others[1], case.make(CPU).others[1])
+    query, key, value, beta, decay = tensors.inputs
+    told = saccade.explain(saccade.gated_delta_rule, query, key, value, beta, decay=decay)
+    assert (case.flops("forward"), case.bytes) == (told.flops, told.bytes)
+    decode = CASES["tiny-delta-step-h2x4-fp32-d16-3"]
+    assert passes_of(decode, ("forward", "backward")) == ("decode",)
+    state, row = 4 * 16 * 16, 2 * 2 * 16 + 2 * 4 * 16 + 4 * 2  # numbers of float32
+    assert decode.bytes == 3 * 4 * (2 * state + row)
+
+
+def test_packed_sequences_of_the_delta_rule_have_as_many_tokens_as_the_dense_batch():
+    dense, packed = (CASES[f"gpu-delta-{name}"] for name in (
+        "h16x32-bf16-d128-8x8k", "packed-h16x32-bf16-d128-64k"
+    ))  # fmt: skip
+    assert packed.flops("forward") == dense.flops("forward")
+    assert packed.mask.startswith("delta rule, decay of heads, sequences of 20480, 14080, 10240")
 
 
 def test_a_mask_for_unequal_lengths_is_refused():

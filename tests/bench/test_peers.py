@@ -2,6 +2,7 @@
 
 import itertools
 import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,11 @@ import saccade
 from saccade.bench import peers
 from saccade.bench.case import INT8_SCALE, BenchCase, Visibility
 from saccade.bench.cases import CASES
-from saccade.bench.measure import GRADIENT_LIMITS, OUTPUT_LIMITS, check, exact, fit
-from saccade.bench.peers import Call, Peer, all_peers, from_layout, ours, pytorch, to_layout
+from saccade.bench.exact import exact
+from saccade.bench.measure import GRADIENT_LIMITS, OUTPUT_LIMITS, check, fit
+from saccade.bench.peers import Call, Peer, all_peers, delta, from_layout, ours, pytorch, to_layout
 from saccade.bench.peers.pytorch import COPY_BYTES
+from saccade.integrations import fla
 
 CPU = torch.device("cpu")
 EVERY_TINY = [case for name, case in CASES.items() if name.startswith("tiny-")]
@@ -23,6 +26,7 @@ TINY = [case for case in EVERY_TINY if case.attention == "softmax"]
 PAGED = [case for case in EVERY_TINY if case.attention == "paged"]
 LINEAR = CASES["tiny-linear-fp32-d16-48"]
 STEP = CASES["tiny-linear-step-fp32-d16-2x2"]
+DELTA = [case for case in EVERY_TINY if case.attention == "delta"]
 PEERS = {peer.who: peer for peer in all_peers()}
 CHECKED = ("saccade/cpu", "saccade/reference", "plain", "sdpa", "sdpa/math")
 
@@ -63,6 +67,75 @@ def test_a_step_has_memory_as_its_yardstick_and_a_call_has_products():
     assert isinstance(PEERS["copy"].prepare(STEP, CPU), Call)
 
 
+@pytest.mark.parametrize("case", DELTA, ids=lambda case: case.name)
+@pytest.mark.parametrize("who", ["saccade/cpu", "saccade/reference"])
+def test_the_gated_delta_rule_agrees_with_float64(who, case):
+    call = PEERS[who].prepare(case, CPU)
+    if who == "saccade/reference" and case.decodes:
+        assert call == "it changes no states in place"
+        return
+    assert isinstance(call, Call)
+    assert found_fault(case, call, gradients=not case.decodes) is None
+    if case.decodes:
+        assert "wrong" in str(found_fault(case, call, gradients=False))  # the state has moved on
+
+
+@pytest.mark.parametrize("case", DELTA, ids=lambda case: case.name)
+def test_fla_is_asked_for_the_gated_delta_rule(case, monkeypatch):
+    """By calls of its names and signatures, which saccade has."""
+    tuned = []
+    monkeypatch.setattr(delta, "tune_quickly", lambda module: tuned.append(module.__name__))
+    monkeypatch.setitem(sys.modules, "fla.ops.kda.chunk", SimpleNamespace(__name__="kda"))
+    call = delta.of_fla(fla, case, CPU)
+    assert found_fault(case, call, gradients=not case.decodes) is None
+    if case.decodes:
+        assert found_fault(case, call, gradients=False) is None  # from the same state again
+    assert tuned == ["kda"]
+
+
+def beta_is_left_out(query, key, value, beta, decay):
+    rows = (each.transpose(1, 2) for each in (query, key, value, beta.clamp(min=1), decay))
+    query, key, value, beta, decay = rows
+    found = saccade.gated_delta_rule(query, key, value, beta, decay=decay, normalize_qk=True)
+    return found.transpose(1, 2)
+
+
+def a_gradient_too_large(query, key, value, beta, decay):
+    rows = [each.transpose(1, 2) for each in (query, key, value, beta, WrongBackward.apply(decay))]
+    found = saccade.gated_delta_rule(*rows[:4], decay=rows[4], normalize_qk=True)
+    return found.transpose(1, 2)
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [(beta_is_left_out, "wrong: output"), (a_gradient_too_large, "wrong: grad_decay")],
+)
+def test_a_wrong_delta_rule_is_caught(run, message):
+    assert str(found_fault(DELTA[0], Call(run, "rows first"))).startswith(message)
+
+
+def test_gradients_of_packed_sequences_come_from_the_first_one():
+    case = next(case for case in DELTA if case.packed)
+    truth = exact(case, case.make(CPU))
+    assert truth.grad_output[0, :, :23].abs().sum(-1).min() > 0
+    assert truth.grad_output[0, :, 23:].abs().max() == 0
+    assert truth.rows.tolist() == list(range(48))
+
+
+def test_the_reference_refuses_to_go_through_many_tokens():
+    found = PEERS["saccade/reference"].prepare(CASES["gpu-delta-h2x8-bf16-d128-1x64k"], CPU)
+    assert found == "it would go through 65536 tokens one by one"
+
+
+def test_who_has_no_gated_delta_rule_says_so():
+    case = DELTA[0]
+    calls, absences, _ = fit(case, all_peers(), case.make(CPU), CPU, gradients=True)
+    assert set(calls) - {"saccade/triton"} == {"saccade/cpu", "saccade/reference", "bmm"}
+    reasons = {absence.who: absence.reason for absence in absences}
+    assert reasons["sdpa"] == reasons["saccade/deterministic"] == "it has no gated delta rule"
+    assert reasons["copy"] == "memory does not bound it"
+
+
 def test_who_has_no_linear_attention_says_so():
     calls, absences, errors = fit(LINEAR, all_peers(), LINEAR.make(CPU), CPU, gradients=True)
     # Whether kernels serve CPU tensors depends on Triton's interpreter.
@@ -75,17 +148,20 @@ def test_who_has_no_linear_attention_says_so():
     assert 0 < found["backward"] < GRADIENT_LIMITS["float32"]
 
 
-def test_bmm_does_as_many_operations_as_the_case():
-    call = PEERS["bmm"].prepare(LINEAR, CPU)
+@pytest.mark.parametrize("case", [LINEAR, DELTA[0]], ids=lambda case: case.name)
+def test_bmm_does_as_many_operations_as_the_case(case):
+    call = PEERS["bmm"].prepare(case, CPU)
     assert isinstance(call, Call)
-    leaves = [rows.requires_grad_() for rows in LINEAR.make(CPU)[:3]]
+    leaves = [rows.requires_grad_() for rows in case.make(CPU).inputs]
     with FlopCounterMode(display=False) as forward:
         output = call.run(*leaves)
     with FlopCounterMode(display=False) as backward:
         torch.autograd.grad(output, leaves, torch.ones_like(output))
-    assert output.shape == (1, 2, 48, 16)
+    assert output.shape == (case.batch, case.output_heads, case.query_len, 16)
     counted = [counter.get_total_flops() for counter in (forward, backward)]
-    assert counted == [LINEAR.flops("forward"), LINEAR.flops("backward")]
+    row = 2 * case.batch * case.output_heads * 16 * 16  # whole rows are multiplied
+    wanted = [case.flops("forward"), case.flops("backward")]
+    assert counted == [flops // row * row for flops in wanted]
 
 
 @pytest.mark.parametrize("who", ["sdpa/cudnn", "sdpa/efficient"])
@@ -416,7 +492,7 @@ def test_what_may_win_is_compiled_before_it_is_timed():
     configs = [config(BK=64, BV=64), config(8, BK=64, BV=64), config(BK=32, BV=64), config(1)]
     tuner = Tuner(configs)
     module: Any = SimpleNamespace(kernel=SimpleNamespace(fn=tuner), other=3)
-    peers.tune_quickly(module)
+    peers.tune_quickly(module, peers.is_plausible)
     peers.tune_quickly(module)  # once is enough
     assert tuner.prune_configs({"T": 8}) == configs[:2]
     assert len(tuner.asked) == 2
@@ -429,8 +505,16 @@ def test_what_may_win_is_compiled_before_it_is_timed():
 def test_a_kernel_without_plausible_configs_keeps_all():
     pytest.importorskip("triton")
     tuner = Tuner([config(1), config(1, BK=16)])
-    peers.tune_quickly(SimpleNamespace(kernel=tuner))  # type: ignore[arg-type]
+    peers.tune_quickly(SimpleNamespace(kernel=tuner), peers.is_plausible)  # type: ignore[arg-type]
     assert len(tuner.prune_configs({})) == 2
+
+
+def test_all_configs_are_tuned_where_nothing_is_said_of_them():
+    pytest.importorskip("triton")
+    tuner = Tuner([config(BK=64, BV=64), config(1), config(1, BK=16)])
+    peers.tune_quickly(SimpleNamespace(kernel=tuner))  # type: ignore[arg-type]
+    assert tuner.prune_configs({}) == tuner.configs
+    assert len(tuner.asked) == 3
 
 
 @pytest.mark.parametrize(

@@ -47,9 +47,10 @@ def result(case, who, milliseconds, which_pass="forward", **changes):
 def time_of(case):
     """A time that grows with what a case is made of."""
     problem = CASES[case]
-    if problem.attention == "paged" or (problem.attention == "linear" and problem.decodes):
+    recurrent = problem.attention in ("linear", "delta")
+    if problem.attention == "paged" or (recurrent and problem.decodes):
         return problem.bytes / 5e9  # 5 TB/s, in ms
-    return problem.query_len if problem.attention == "linear" else problem.tiles((128, 64)) / 1000
+    return problem.query_len if recurrent else problem.tiles((128, 64)) / 1000
 
 
 def peers_of(yardstick):

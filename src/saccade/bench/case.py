@@ -147,12 +147,21 @@ PASSES = ("forward", "backward", "forward+backward")
 
 
 class Tensors(NamedTuple):
-    """A case's tensors, [batch, heads, length, dim]; `grad_output` is shaped like the output."""
+    """A case's tensors, [batch, heads, length, dim]; `grad_output` is shaped like the output.
+
+    others: what a call takes besides, and gives gradients of: [batch, heads, length, ...].
+    """
 
     query: Tensor
     key: Tensor
     value: Tensor
     grad_output: Tensor
+    others: tuple[Tensor, ...] = ()
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """All that a call takes, in its order."""
+        return [self.query, self.key, self.value, *self.others]
 
 
 @dataclass(frozen=True)
@@ -240,14 +249,24 @@ class BenchCase:
 
     def make(self, device: torch.device) -> Tensors:
         """Draw the tensors from a normal distribution, seeded by the name."""
-        generator = torch.Generator(device).manual_seed(zlib.crc32(self.name.encode()))
-        grad_output = (self.query_heads, self.query_len, self.value_dim)
-        return Tensors(*(
+        generator = self.generator(device)
+        grad_shape = (self.output_heads, self.query_len, self.value_dim)
+        query, key, value, grad_output = (
             torch.randn(
                 (self.batch, *shape), generator=generator, device=device, dtype=torch.float32
             ).to(self.torch_dtype)
-            for shape in (*self.shapes, grad_output)
-        ))  # fmt: skip
+            for shape in (*self.shapes, grad_shape)
+        )
+        return Tensors(query, key, value, grad_output)
+
+    def generator(self, device: torch.device, of: str = "") -> torch.Generator:
+        """Random numbers that are the case's own, others for another use of them."""
+        return torch.Generator(device).manual_seed(zlib.crc32((self.name + of).encode()))
+
+    @property
+    def output_heads(self) -> int:
+        """Heads of the output."""
+        return self.query_heads
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:

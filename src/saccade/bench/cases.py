@@ -24,6 +24,7 @@ from saccade.bench.case import (
     lengths_text,
     short,
 )
+from saccade.bench.delta_case import delta_cases
 
 
 def _case(
@@ -258,7 +259,7 @@ HOST_CASES: dict[str, tuple[BenchCase, ...]] = {
 
 CASES: dict[str, BenchCase] = {
     case.name: case
-    for cases in (_cpu_cases, _linear_cases, _gpu_cases, _paged_cases, _tiny_cases)
+    for cases in (_cpu_cases, _linear_cases, delta_cases, _gpu_cases, _paged_cases, _tiny_cases)
     for case in cases()
 }
 

@@ -3,14 +3,13 @@
 The host's time is measured alike: how long a call keeps the processor, whatever a GPU makes of it
 later. On a CPU a call is over when it returns, so there this is all of its time.
 
-A peer's results are compared with float64 for some rows of some heads. Gradients are those of an
-output whose gradient is zero in all other rows, so that they need no other rows either.
+A peer's results are compared with float64 (`exact.py`) for some rows of some heads.
 """
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -22,6 +21,7 @@ from saccade.bench import processes
 from saccade.bench.case import BenchCase, Tensors
 from saccade.bench.cases import passes_of
 from saccade.bench.display import Bar
+from saccade.bench.exact import GroundTruth, HeadGradient, exact
 from saccade.bench.peers import Call, Peer, from_layout, in_layout, runnable
 from saccade.bench.results import Absence, Result, first_line, record
 from saccade.bench.timing import Clock, HostClock, Timing, TimingPlan, clock_of, rotate
@@ -170,6 +170,9 @@ def measure_host(
     return results, run.absences
 
 
+KINDS = {"delta": "gated delta rule"}  # of cases that are not called attention
+
+
 def fit(
     case: BenchCase,
     peers: Sequence[Peer],
@@ -187,7 +190,7 @@ def fit(
         reason = None
         try:
             if case.attention not in peer.attention:
-                call = f"it has no {case.attention} attention"
+                call = f"it has no {KINDS.get(case.attention, f'{case.attention} attention')}"
             else:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # what matters fails the check
@@ -204,8 +207,6 @@ def fit(
     return calls, absences, errors
 
 
-MOST_ROWS, MOST_HEADS, MOST_BATCHES = 48, 4, 2
-
 # Largest ‖result − exact‖ / ‖exact‖, of a row of the output and of a head's gradients, for normal
 # inputs. Plain PyTorch stays about five times below; tf32 products of float32 inputs, or one wrong
 # tile, go beyond.
@@ -218,44 +219,13 @@ GRADIENT_LIMITS = {"float64": 1e-11, "float32": 1e-4, "float16": 2e-2, "bfloat16
 # be off by the limit times ‖grad_output ∘ output‖ · ‖∂gradient / ∂δ‖; what is beyond is judged.
 
 
-@dataclass(frozen=True)
-class Exact:
-    """The result in float64 for some rows of one head.
-
-    Attributes:
-        batch, head: which query head.
-        output: [rows, value_dim].
-        grad_query: [rows, head_dim].
-        grad_key, grad_value: [kv_len, dim], this query head's part of its kv head's gradients.
-        delta_slope: ‖grad_output ∘ output‖ · ‖∂gradient / ∂δ‖ of each row of queries and of keys.
-    """
-
-    batch: int
-    head: int
-    output: Tensor
-    grad_query: Tensor
-    grad_key: Tensor
-    grad_value: Tensor
-    delta_slope: tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True)
-class GroundTruth:
-    """The exact result of a case, as far as it is checked."""
-
-    case: BenchCase
-    rows: Tensor
-    heads: list[Exact]
-    grad_output: Tensor  # the case's, zero outside of what is checked
-
-
 class Checked(NamedTuple):
     """How far a peer's result is from float64.
 
     Attributes:
         fault: what is wrong with it, in one line, or None.
-        errors: the largest ‖result − exact‖ / ‖exact‖ of a row of the output ("forward"), and of a
-            head's gradients ("backward"), if there are any.
+        errors: the largest ‖result − exact‖ / ‖exact‖ of a row of the output, or of a head's by the
+            delta rule ("forward"), and of a head's gradients ("backward"), if there are any.
     """
 
     fault: str | None
@@ -268,61 +238,6 @@ class Error(NamedTuple):
     name: str
     relative: float
     limited: float
-
-
-def exact(case: BenchCase, tensors: Tensors) -> GroundTruth:
-    """Compute the rows that are checked in float64."""
-    device = tensors.query.device
-    rows = torch.tensor(_spread(case.query_len, MOST_ROWS), device=device)
-    batches, picked = _spread(case.batch, MOST_BATCHES), _spread(case.query_heads, MOST_HEADS)
-    heads = [_exact_head(case, tensors, batch, head, rows) for batch in batches for head in picked]
-    grad_output = torch.zeros_like(tensors.grad_output)
-    for one in heads:
-        picked_rows = (one.batch, one.head, rows)
-        grad_output[picked_rows] = tensors.grad_output[picked_rows]
-    return GroundTruth(case, rows, heads, grad_output)
-
-
-def _exact_head(case: BenchCase, tensors: Tensors, batch: int, head: int, rows: Tensor) -> Exact:
-    kv_head = head // (case.query_heads // case.kv_heads)
-    query = tensors.query[batch, head, rows].double()
-    key, value = (tensor[batch, kv_head].double() for tensor in (tensors.key, tensors.value))
-    grad_output = tensors.grad_output[batch, head, rows].double()
-    if case.attention == "linear":
-        ends = rows + case.kv_len - case.query_len  # the last row sees the last key
-        return Exact(batch, head, *_linear_head(query, key, value, grad_output, ends))
-    hidden = ~case.sees(rows, torch.arange(case.kv_len, device=rows.device))
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad():
-        scores = leaves[0] @ leaves[1].T / math.sqrt(case.head_dim)
-        output = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ leaves[2]
-        of_q, of_k, of_v = torch.autograd.grad(output, leaves, grad_output)
-    nothing = grad_output.new_zeros(1)  # what is left of these differences tells enough
-    return Exact(batch, head, output.detach(), of_q, of_k, of_v, (nothing, nothing))
-
-
-def _linear_head(
-    query: Tensor, key: Tensor, value: Tensor, grad_output: Tensor, ends: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor]]:
-    """The fields of `Exact` for causal linear attention with elu + 1, by all pairs of some rows.
-
-    ends: the last key that each of them sees.
-    """
-    leaves = [tensor.detach().requires_grad_() for tensor in (query, key, value)]
-    with torch.enable_grad():
-        of_query, of_key = (torch.nn.functional.elu(leaf) + 1 for leaf in leaves[:2])
-        seen = torch.arange(key.shape[0], device=ends.device) <= ends.unsqueeze(-1)
-        scores = (of_query @ of_key.T).masked_fill(~seen, 0)
-        divisor = scores.sum(-1, keepdim=True) + 1e-6
-        output = scores @ leaves[2] / divisor
-        of_q, of_k, of_v = torch.autograd.grad(output, leaves, grad_output)
-    output, divisor, of_query, of_key = (t.detach() for t in (output, divisor, of_query, of_key))
-    size, seen = (grad_output * output).norm(dim=-1, keepdim=True) / divisor, seen.to(key.dtype)
-    delta_slope = (
-        (size * of_query.clamp(max=1) * (seen @ of_key)).norm(dim=-1),
-        (of_key.clamp(max=1) * (seen.T @ (size * of_query).square()).sqrt()).norm(dim=-1),
-    )
-    return output, of_q, of_k, of_v, delta_slope
 
 
 def check(call: Call, truth: GroundTruth, tensors: Tensors, *, gradients: bool) -> Checked:
@@ -355,23 +270,25 @@ def _fault(errors: list[Error], dtype: str) -> str | None:
 
 
 def _errors(truth: GroundTruth, results: list[Tensor], limit: float) -> Iterator[Error]:
-    """Every error that is limited: of the output's rows, and of gradients by head."""
-    group = truth.case.query_heads // truth.case.kv_heads
+    """Every error that is limited: of the output, and of gradients by head."""
+    gradients: dict[tuple[int, int, int], list[HeadGradient]] = defaultdict(list)
     for one in truth.heads:
         output = results[0][one.batch, one.head, truth.rows]
-        of_output = float(_distance(output, one.output).max())
+        if truth.case.attention == "delta":
+            # Sums of both signs, of which little may be left in a row: rows are judged together.
+            of_output = float((output.double() - one.output).norm() / one.output.norm())
+        else:
+            of_output = float(_distance(output, one.output).max())
         yield Error("output", of_output, of_output)
-        if len(results) > 1:
-            grad_query = results[1][one.batch, one.head, truth.rows]
-            yield _error("grad_query", grad_query, one.grad_query, limit * one.delta_slope[0])
-    kv_heads = {(one.batch, one.head // group) for one in truth.heads if len(results) > 1}
-    for kv_head in kv_heads:
-        parts = [one for one in truth.heads if (one.batch, one.head // group) == kv_head]
-        for name, result in (("grad_key", results[2]), ("grad_value", results[3])):
-            total = torch.stack([getattr(one, name) for one in parts]).sum(0)
-            through = torch.stack([one.delta_slope[1] for one in parts]).norm(dim=0)
-            allowed = limit * through if name == "grad_key" else torch.zeros_like(through)
-            yield _error(name, result[kv_head], total, allowed)
+        for each in one.gradients if len(results) > 1 else ():
+            gradients[each.of_input, one.batch, each.head].append(each)
+    for (index, batch, head), parts in gradients.items():
+        total = torch.stack([each.part for each in parts]).sum(0)
+        slope = torch.stack([each.delta_slope for each in parts]).norm(dim=0)
+        result = results[1 + index][batch, head, parts[0].rows]
+        if total.dim() == 1:  # one number a row
+            result, total = result.unsqueeze(-1), total.unsqueeze(-1)
+        yield _error(parts[0].name, result, total, limit * slope)
 
 
 def _error(name: str, result: Tensor, true: Tensor, allowed: Tensor) -> Error:
@@ -384,10 +301,3 @@ def _error(name: str, result: Tensor, true: Tensor, allowed: Tensor) -> Error:
 def _distance(result: Tensor, true: Tensor) -> Tensor:
     """‖result − true‖ / ‖true‖ along the last axis."""
     return (result.double() - true).norm(dim=-1) / true.norm(dim=-1)
-
-
-def _spread(size: int, most: int) -> list[int]:
-    """At most `most` indices, evenly spaced, the first and the last among them."""
-    if size <= most:
-        return list(range(size))
-    return [round(index * (size - 1) / (most - 1)) for index in range(most)]

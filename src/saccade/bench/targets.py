@@ -292,6 +292,9 @@ IN_FP8 = Sum({
         strict=True,
     )
 })  # fmt: skip
+# How many times as fast as fla: Triton and Hopper, forward and backward.
+DELTA_LIMITS = ((1.5, 1.3), (2.5, 1.8))
+DELTA = ("gpu-delta-h16x32-*", "gpu-delta-packed-*")
 DECODE, CHUNKS, MATRIX = ("cpu-decode-*",), ("gpu-pages-*-new*",), ("cpu-linear-fp32-d128-4k",)
 LONG_LINEAR = tuple(f"cpu-linear-length-*-{length}" for length in ("16k", "64k", "256k"))
 
@@ -322,6 +325,9 @@ CPU_TARGETS = (
            MATRIX, AgainstPeer("bmm"), 1 / 0.35, FORWARD),
     Target("Linear attention reaches at least 0.30 of torch.bmm's rate, forward and backward.",
            MATRIX, AgainstPeer("bmm"), 1 / 0.30, ("forward+backward",)),
+    Target("The gated delta rule reaches at least 0.25 of torch.bmm's rate, forward.",
+           ("cpu-delta-h8x8-fp32-*", "cpu-delta-channels-h8x8-fp32-*"), AgainstPeer("bmm"),
+           1 / 0.25, FORWARD),
     Target("Linear attention takes at most 1.2 times as long for a token at up to 256k as at 4k.",
            LONG_LINEAR, SameAmount("tokens", "cpu-linear-length-fp32-d64-4k"), 1.2, TRAINED),
 )  # fmt: skip
@@ -356,6 +362,24 @@ GPU_TARGETS = (
     ),
     Target("A step of 64 × 16 float32 states reaches at least 0.80 of a copy's bandwidth.",
            ("gpu-linear-step-*",), Copying(), 1 / 0.80, FORWARD, TRITON),
+    *(
+        Target(f"{kernels} kernels take at most 1/{times} of fla's time for the gated delta rule "
+               f"with Qwen3-Next's heads, dense and packed, {one}.", DELTA, AgainstPeer("fla"),
+               1 / times, (one,), f"saccade/{kernels.lower()}")
+        for kernels, of_passes in zip(("Triton", "Hopper"), DELTA_LIMITS, strict=True)
+        for one, times in zip(BOTH, of_passes, strict=True)
+    ),
+    Target("The gated delta rule of one sequence of 64k with 2/8 heads takes at most 1/4 of fla's "
+           "time, forward.", ("gpu-delta-h2x8-*",), AgainstPeer("fla"), 1 / 4, FORWARD, TRITON),
+    *(
+        Target(f"The gated delta rule with a decay for each channel takes at most 1/{times} of "
+               f"fla's time, {one}.", ("gpu-delta-channels-h32x32-*",), AgainstPeer("fla"),
+               1 / times, (one,), TRITON)
+        for one, times in zip(BOTH, (1.8, 1.5), strict=True)
+    ),
+    Target("A step of the gated delta rule of 64 sequences reaches at least 0.80 of a copy's "
+           "bandwidth.", ("gpu-delta-step-*", "gpu-delta-channels-step-*"), Copying(), 1 / 0.80,
+           FORWARD, TRITON),
     Target("Attention over pages takes at most FlashAttention-3's time, scaled by the rate of a "
            "copy.", tuple(FLASH_3.micros), FLASH_3, 1.0, FORWARD, SCATTERED),
     Target("Attention over pages takes in the mean at most 1/1.1 of FlashAttention-3's time.",

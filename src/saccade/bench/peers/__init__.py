@@ -30,13 +30,13 @@ class Call(NamedTuple):
     """A peer's call for one case, ready to run.
 
     Attributes:
-        run: the output from query, key and value.
+        run: the output from query, key and value, and what else a case has.
         layout: how the peer lays out its tensors: "heads first" [batch, heads, length, dim],
             "rows first" [batch, length, heads, dim], or "packed" [tokens, heads, dim].
         around: what must be switched on around the call; entered outside of what is timed.
     """
 
-    run: Callable[[Tensor, Tensor, Tensor], Tensor]
+    run: Callable[..., Tensor]
     layout: Layout = "heads first"
     around: Callable[[], AbstractContextManager[object]] = nullcontext
 
@@ -51,7 +51,7 @@ class Peer:
         prepare: a `Call` for a case on a device, or the reason why there is none.
         by_default: whether it takes part when no peer is named.
         compiles: whether a first call compiles for its shapes.
-        attention: the kinds of cases that it serves: "softmax", "linear", "paged".
+        attention: the kinds of cases that it serves: "softmax", "linear", "paged", "delta".
         computes_attention: whether its results are checked; a mere yardstick has none.
         moves: bytes that a call reads and writes, where these are not the case's own.
     """
@@ -91,7 +91,7 @@ def choose_peers(patterns: Sequence[str], peers: Sequence[Peer]) -> list[Peer]:
 
 
 def to_layout(tensor: Tensor, layout: Layout) -> Tensor:
-    """A tensor [batch, heads, length, dim], contiguous in a peer's own layout."""
+    """A tensor [batch, heads, length, ...], contiguous in a peer's own layout."""
     if layout == "heads first":
         return tensor.contiguous()
     tensor = tensor.transpose(1, 2)
@@ -99,7 +99,7 @@ def to_layout(tensor: Tensor, layout: Layout) -> Tensor:
 
 
 def from_layout(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
-    """The tensor again as [batch, heads, length, dim]."""
+    """The tensor again as [batch, heads, length, ...]."""
     if layout == "heads first":
         return tensor
     if layout == "packed":
@@ -108,10 +108,10 @@ def from_layout(tensor: Tensor, layout: Layout, batch: int) -> Tensor:
 
 
 def in_layout(call: Call, tensors: Tensors, *, gradients: bool) -> tuple[list[Tensor], Tensor]:
-    """Query, key and value as the peer wants them, and the gradient of its output."""
-    query, key, value, grad_output = (to_layout(tensor, call.layout) for tensor in tensors)
-    leaves = [tensor.detach().requires_grad_(gradients) for tensor in (query, key, value)]
-    return leaves, grad_output
+    """All that the peer takes, as it wants it, and the gradient of its output."""
+    inputs = (to_layout(tensor, call.layout) for tensor in tensors.inputs)
+    leaves = [tensor.detach().requires_grad_(gradients) for tensor in inputs]
+    return leaves, to_layout(tensors.grad_output, call.layout)
 
 
 def runnable(call: Call, which_pass: str, tensors: Tensors) -> Runnable:
@@ -155,13 +155,14 @@ def peers() -> list[Peer]:
         _peer("flash_attn_3", "flash_attn_interface", "FlashAttention-3", flash_attn),
         _peer("xformers", "xformers.ops", "memory_efficient_attention", _xformers),
         _peer("flash_attention_triton", "flash_attention_triton", "FlashAttention-2", _triton),
-        _peer("fla", "fla.ops.linear_attn", "chunk_linear_attn with normalize", _fla, "linear"),
+        _peer("fla", "fla.ops", FLA, _fla, "linear", "delta"),
     ]
 
 
-def _peer(who: str, module_name: str, about: str, make: Maker, attention: str = "softmax") -> Peer:
+def _peer(who: str, module_name: str, about: str, make: Maker, *attention: str) -> Peer:
+    """attention: the kinds of cases that it serves; softmax alone where none is named."""
     package = module_name.split(".")[0]
-    note = ", tuned quickly; elu + 1 outside" if make is _fla else ""
+    kinds = attention or ("softmax",)
 
     def prepare(case: BenchCase, device: torch.device) -> Call | str:
         try:
@@ -171,13 +172,13 @@ def _peer(who: str, module_name: str, about: str, make: Maker, attention: str = 
             return "not installed" if missing else f"import fails: {error}"
         if device.type != "cuda":
             return "it takes tensors on a GPU"
-        if attention == "softmax" and case.torch_dtype not in (torch.float16, torch.bfloat16):
+        if kinds == ("softmax",) and case.torch_dtype not in (torch.float16, torch.bfloat16):
             return f"it takes float16 and bfloat16, not {case.dtype}"
         return make(module, case, device)
 
     installed = importlib.util.find_spec(package) is not None
-    about = f"{about}, by the package {package}{note}"
-    return Peer(who, about, prepare, by_default=installed, attention=(attention,))
+    about = f"{about}, by the package {package}"
+    return Peer(who, about, prepare, by_default=installed, attention=kinds)
 
 
 def flash_attn(module: Any, case: BenchCase, device: torch.device) -> Call | str:
@@ -234,17 +235,26 @@ def _first(result: Any) -> Tensor:
     return result[0] if isinstance(result, tuple) else result
 
 
+FLA = "chunk_linear_attn, elu + 1 outside, and gated delta rules, tuned quickly"
 FLA_KERNELS = ("fla.ops.common.chunk_h", "fla.ops.common.chunk_o", "fla.ops.utils.cumsum")
 WARM_MS, TIMED_MS = 3, 15  # of each config; Triton's own are 25 and 100
 MOST_COMPILERS = 16
 
 
 def _fla(module: Any, case: BenchCase, device: torch.device) -> Call | str:
-    """chunk_linear_attn with its normaliser; features are taken outside, as it has none."""
+    """chunk_linear_attn with its normaliser; features are taken outside, as it has none. Of the
+    gated delta rule its calls by name.
+
+    module: fla.ops.
+    """
+    if case.attention == "delta":
+        from saccade.bench.peers import delta
+
+        return delta.of_fla(module, case, device)
     if case.decodes:
         return "chunk_linear_attn goes on from no state in place"
     for name in FLA_KERNELS:
-        tune_quickly(importlib.import_module(name))
+        tune_quickly(importlib.import_module(name), is_plausible)
 
     def run(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         query, key = (torch.nn.functional.elu(rows) + 1 for rows in (query, key))
@@ -253,23 +263,25 @@ def _fla(module: Any, case: BenchCase, device: torch.device) -> Call | str:
     return Call(run, "rows first")
 
 
-def tune_quickly(module: ModuleType) -> None:
-    """Have Triton tune a module's kernels among plausible configs alone, compiled side by side."""
-    for kernel in vars(module).values():
+def tune_quickly(module: ModuleType, plausible: Callable[[Any], bool] | None = None) -> None:
+    """Have Triton tune a module's kernels among plausible configs, which are compiled side by side;
+    among all where nothing says what is plausible."""
+    for kernel in [*vars(module).values()]:
         while kernel is not None and not hasattr(kernel, "prune_configs"):
             kernel = getattr(kernel, "fn", None)
         if kernel is not None and "prune_configs" not in vars(kernel):
-            _tune_quickly(kernel)
+            _tune_quickly(kernel, plausible)
 
 
-def _tune_quickly(tuner: Any) -> None:
+def _tune_quickly(tuner: Any, plausible: Callable[[Any], bool] | None) -> None:
     from triton.testing import do_bench
 
     prune = tuner.prune_configs
 
     def pruned(meta: dict[str, Any]) -> list[Any]:
         configs = prune(meta)
-        kept = [config for config in configs if is_plausible(config)] or configs
+        kept = [*filter(plausible, configs)] if plausible else configs
+        kept = kept or configs
         named = dict(tuner.nargs)
 
         def compile_one(config: Any) -> None:

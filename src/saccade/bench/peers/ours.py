@@ -1,4 +1,4 @@
-"""Saccade's implementations as peers, by its public calls: dense, packed, linear and over pages.
+"""Saccade's implementations as peers, by its public calls: dense, packed, linear, over pages.
 
 Peers over pages put the case's own keys and values into pages once, when they first see them, as
 `saccade.PagedCache` lays them: heads outermost. Scattered pages lie in a random order. Beside them
@@ -18,7 +18,7 @@ from torch.nn.functional import scaled_dot_product_attention
 import saccade
 from saccade import LinearState, masks
 from saccade.bench.case import INT8_SCALE, BenchCase, PagedBenchCase, StepCase, block_layout
-from saccade.bench.peers import Call, Peer, to_layout
+from saccade.bench.peers import Call, Peer, delta, to_layout
 
 # The reference writes all scores out several times; beyond this it would only fill the memory.
 LARGEST_REFERENCE_SCORES = 2**28
@@ -34,7 +34,7 @@ def peers() -> list[Peer]:
             f'saccade.attention(..., implementation="{name}")',
             functools.partial(_prepare, name),
             by_default=name != "reference",
-            attention=("softmax", "linear", "paged"),
+            attention=("softmax", "linear", "paged", "delta"),
         )
         for name in saccade.explain(saccade.attention, row, row, row).reasons
     ]
@@ -49,6 +49,8 @@ def _prepare(
     """name: an implementation, or None for the one that is chosen."""
     if name is not None and case.attention == "linear":
         return _linear(name, case, device)
+    if name is not None and case.attention == "delta":
+        return delta.of_ours(name, case, device)
     if isinstance(case, PagedBenchCase) and len(case.lens) > 1:
         return "this call has no pages: it takes one sequence"
     if name == "reference" and (reason := case.scores_beyond(LARGEST_REFERENCE_SCORES)):

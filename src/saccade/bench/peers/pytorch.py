@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from saccade.bench.case import BenchCase, StepCase, block_layout
+from saccade.bench.case import BenchCase, block_layout
 from saccade.bench.peers import Call, Peer
 
 # Forward and backward hold about four tensors as large as the scores.
@@ -208,13 +208,13 @@ def yardsticks() -> list[Peer]:
     """The rate that a product reaches, a pure read of a case's bytes, and a pure copy of many."""
     both: dict[str, Any] = {
         "by_default": False,
-        "attention": ("paged", "linear"),
+        "attention": ("paged", "linear", "delta"),
         "computes_attention": False,
     }
     bmm = "torch.bmm on as many operations: not attention, a yardstick"
     copy = "a copy of half a GiB, whatever the case"
     return [
-        Peer("bmm", bmm, _bmm, attention=("linear",), computes_attention=False),
+        Peer("bmm", bmm, _bmm, attention=("linear", "delta"), computes_attention=False),
         Peer("read", "a sum over as many bytes as the case has", _read, **both),
         Peer("copy", copy, _copy, moves=COPY_BYTES, **both),
     ]
@@ -235,7 +235,7 @@ def _moving(
     device: torch.device,
 ) -> Call | str:  # fmt: skip
     """Reads that many numbers of float32, which the first call makes, and writes to a target."""
-    if case.attention == "linear" and not case.decodes:
+    if case.attention in ("linear", "delta") and not case.decodes:
         return "memory does not bound it"
 
     @functools.cache
@@ -268,11 +268,11 @@ class _Products(torch.autograd.Function):
 
 def _bmm(case: BenchCase, device: torch.device) -> Call | str:
     """Rows of head_dim times a matrix for each head, into memory that is there."""
-    if isinstance(case, StepCase):
+    if case.decodes:
         return "a step is bound by memory: see copy"
-    count = case.batch * case.query_heads
+    count = case.batch * case.output_heads
     products: dict[str, Any] = {
-        "output": (case.batch, case.query_heads, case.query_len, case.value_dim)
+        "output": (case.batch, case.output_heads, case.query_len, case.value_dim)
     }
     for which_pass in ("forward", "backward"):
         rows = case.flops(which_pass) // (2 * count * case.head_dim * case.value_dim)
