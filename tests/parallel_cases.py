@@ -98,8 +98,11 @@ def new_plan(made: Case, group: Any, method: str) -> parallel.Plan:
     )  # fmt: skip
 
 
-def results(made: Case, plan: parallel.Plan, **options: Any) -> dict[str, Tensor]:
-    """Output, lse and gradients of the whole, from every rank's part of them."""
+def results(made: Case, plan: parallel.Plan, call: Any = None, **options: Any) -> dict[str, Tensor]:
+    """Output, lse and gradients of the whole, from every rank's part of them.
+
+    call: a public one, or what torch.compile makes of it.
+    """
     packed = made.cu_seqlens is not None
     dim, of_lse = (0, 1) if packed else (2, 2)
     leaves = {
@@ -108,7 +111,7 @@ def results(made: Case, plan: parallel.Plan, **options: Any) -> dict[str, Tensor
     }
     for leaf in leaves.values():
         leaf.requires_grad_()
-    call: Any = parallel.attention_varlen if packed else parallel.attention
+    call = call or (parallel.attention_varlen if packed else parallel.attention)
     output, lse = call(
         leaves["query"], leaves["key"], leaves["value"], plan=plan, return_lse=True,
         score=made.score(leaves.get("bias")), scale=made.description.scale,
@@ -568,11 +571,14 @@ def _late(group: Any) -> None:
     dist.barrier(group)
 
 
-def run_rank(rank: int, world: int, folder: Path) -> None:
-    """Run all cases as one rank of a world."""
+def run_rank(
+    rank: int, world: int, folder: Path, cases: dict[str, Callable[[Any], None]] | None = None
+) -> None:
+    """Run all cases, or some, as one rank of a world."""
     said = {}
+    cases = cases or (NCCL_CASES if DEVICE == "cuda" else CASES)
     with joined(rank, world, folder, "nccl" if DEVICE == "cuda" else "gloo"):
-        for name, run in (NCCL_CASES if DEVICE == "cuda" else CASES).items():
+        for name, run in cases.items():
             start = time.monotonic()
             try:
                 torch.manual_seed(0)

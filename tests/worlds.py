@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -53,3 +57,19 @@ def run_worlds(
             process.join()
             failed += process.exitcode != 0
     return int(failed > 0)
+
+
+def answers_of(
+    program: Sequence[str], folder: Path, worlds: Sequence[int], seconds: float
+) -> dict[tuple[int, int], dict[str, str]]:
+    """What each rank of each world says of each case of a program: "" or what went wrong."""
+    done = subprocess.run(
+        [sys.executable, program[0], str(folder), *program[1:]], capture_output=True, text=True,
+        timeout=seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return {
+        (world, rank): json.loads((folder / f"found.{world}.{rank}").read_text("utf-8"))
+        for world in worlds
+        for rank in range(world)
+    }

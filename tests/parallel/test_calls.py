@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import parallel_cases
 import pytest
 import torch
+from worlds import answers_of
 
 pytestmark = pytest.mark.skipif(
     not (torch.distributed.is_available() and torch.distributed.is_gloo_available())
@@ -24,18 +21,8 @@ WORLDS = (4, 2)
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], dict[str, str]]:
     """What each rank of each world says of each case: "" or what went wrong."""
-    folder = tmp_path_factory.mktemp("parallel")
-    program = [sys.executable, parallel_cases.__file__, str(folder), *map(str, WORLDS)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        program, capture_output=True, text=True, timeout=LIMIT_SECONDS, env=environment, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return {
-        (world, rank): json.loads(Path(folder / f"found.{world}.{rank}").read_text("utf-8"))
-        for world in WORLDS
-        for rank in range(world)
-    }
+    program = [parallel_cases.__file__, *map(str, WORLDS)]
+    return answers_of(program, tmp_path_factory.mktemp("parallel"), WORLDS, LIMIT_SECONDS)
 
 
 @pytest.mark.parametrize("name", parallel_cases.CASES)

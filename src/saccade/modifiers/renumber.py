@@ -25,6 +25,7 @@ from saccade.modifiers.expression import (
     counts_of,
     parse,
 )
+from saccade.modifiers.graph_constants import constants, outside_graph
 from saccade.modifiers.modifier import expanded
 
 
@@ -42,6 +43,7 @@ class RowNumbers:
         self._placed: dict[Any, Tensor] = {}
 
     @functools.cached_property
+    @outside_graph
     def start(self) -> int | None:
         """The first number, where each is one more than the one before; else None."""
         if not self.numbers.numel():
@@ -64,6 +66,10 @@ class RowNumbers:
         return self._on(device, self.batch, torch.int32)
 
     def _on(self, device: torch.device, numbers: Tensor, dtype: torch.dtype) -> Tensor:
+        return constants(self._known_on(device, numbers, dtype))
+
+    @outside_graph
+    def _known_on(self, device: torch.device, numbers: Tensor, dtype: torch.dtype) -> Tensor:
         key = device, dtype, numbers is self.batch
         if key not in self._placed:
             self._placed[key] = numbers.to(device, dtype)

@@ -7,24 +7,29 @@ A call is checked, compared among ranks and then computed by the method of its p
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, NamedTuple, overload
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor
 
 from saccade.modifiers.expression import Captured
+from saccade.modifiers.graph_constants import in_graph, outside_graph
 from saccade.modifiers.modifier import Extents, expanded, misfit
 from saccade.parallel import gather, ring, ulysses
 from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, described
+from saccade.parallel.agreement_op import agreed_in_graph
 from saccade.parallel.dtensors import as_dtensor, local_rows
 from saccade.parallel.exchange import summed
 from saccade.parallel.local import LocalCall, Options
-from saccade.parallel.planner import Plan
+from saccade.parallel.planner import PLANS, Plan
 from saccade.runtime import arguments, backends, shards
 from saccade.runtime.arguments import unknown_options
-from saccade.runtime.spec import Inputs, KernelConfig, Variant
+from saccade.runtime.spec import Inputs, KernelConfig, Variant, accumulate_dtype
 from saccade.runtime.validation import cast, problem_of
 from saccade.scores import AnyScore, Score, as_score
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 METHODS = {"gather": gather.attend, "ulysses": ulysses.attend, "ring": ring.attend}
 
@@ -49,7 +54,6 @@ def attention(
     return_lse: Literal[True],
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
-@torch.compiler.disable  # its messages are no part of a graph
 def attention(  # breaks function-length: most of it is the docstring
     query: Tensor,
     key: Tensor,
@@ -136,7 +140,6 @@ def attention_varlen(
     return_lse: Literal[True],
     **options: Any,
 ) -> tuple[Tensor, Tensor]: ...
-@torch.compiler.disable
 def attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -201,6 +204,16 @@ def _called(
 ) -> Any:  # fmt: skip
     """Check a call, compare it among ranks, and compute it."""
     checked_plan(plan)
+    if torch.compiler.is_compiling():
+        return _into_graph(name, plan, rows, sinks, score, options, flags, unknown)
+    return _computed(name, plan, rows, sinks, score, options, flags, unknown)
+
+
+def _computed(
+    name: str, plan: Plan, rows: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None,
+    score: AnyScore, options: Options, flags: _Flags, unknown: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """A call of tensors, or of what stands for them while a graph is traced."""
     fault, call, facts, mesh = None, None, {}, None
     try:
         if unknown:
@@ -211,20 +224,87 @@ def _called(
         call, facts = _checked(plan, rows, sinks, score, options, flags)
     except (TypeError, ValueError, NotImplementedError) as error:
         fault = error  # others learn of it before they wait for this rank
-    if plan.ranks > 1:
+    facts = {"call": name, **facts}
+    traced = plan.ranks > 1 and in_graph()
+    if plan.ranks > 1 and not traced:
         begin(plan, name)
         where = rows[0].device if isinstance(rows[0], Tensor) else torch.device("cpu")
-        agree(plan, {"call": name, **facts}, fault, where)
+        agree(plan, facts, fault, where)
     if fault is not None:
+        if traced and all(isinstance(each, Tensor) for each in rows):
+            return _failing(plan, facts, fault, rows, flags)
         raise fault
     assert call is not None
+    if traced:
+        call = call._replace(facts=facts)
     output, lse = METHODS[plan.method](call)
     if flags.packed:
         output, lse = output.squeeze(0).transpose(0, 1), lse if lse is None else lse.squeeze(0)
-    if mesh is not None:
-        output = as_dtensor(plan, output, mesh, 0 if flags.packed else 2)
-        if flags.return_lse and lse is not None:
-            lse = as_dtensor(plan, lse, mesh, 1 if flags.packed else 2)
+    return _as_given(plan, (output, lse) if flags.return_lse else output, flags, mesh)
+
+
+def _as_given(plan: Plan, results: Any, flags: _Flags, mesh: DeviceMesh | None) -> Any:
+    """Results as DTensors where the rows were such."""
+    if mesh is None:
+        return results
+    output, lse = results if flags.return_lse else (results, None)
+    output = as_dtensor(plan, output, mesh, 0 if flags.packed else 2)
+    if lse is None:
+        return output
+    return output, as_dtensor(plan, lse, mesh, 1 if flags.packed else 2)
+
+
+def _into_graph(
+    name: str, plan: Plan, rows: tuple[Tensor, Tensor, Tensor], sinks: Tensor | None,
+    score: AnyScore, options: Options, flags: _Flags, unknown: Mapping[str, Any],
+) -> Any:  # fmt: skip
+    """A call that Dynamo traces: it puts `_traced` into its graph, whose arguments are plain."""
+    if unknown:
+        raise _unknown(unknown)
+    (query, key, value), mesh = local_rows(plan, rows, 0 if flags.packed else 2)
+    found = as_score(score)
+    where = query.device if isinstance(query, Tensor) else torch.device("cpu")
+    config = arguments.resolve_config(options.config, where)
+    numbers = [] if config is None else config.numbers()
+    plain = options.scale, options.deterministic, options.implementation, numbers
+    captured = found.captured
+    results = _traced(
+        name, plan.name, query, key, value, sinks, found.key, list(captured.tensors),
+        list(captured.ints), list(captured.floats), plain, tuple(flags),
+    )  # fmt: skip
+    return _as_given(plan, results, flags, mesh)
+
+
+@torch.compiler.allow_in_graph
+def _traced(
+    name: str, plan: str, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None,
+    score: str, tensors: list[Tensor], ints: list[int], floats: list[float],
+    plain: tuple[Any, ...], flags: tuple[Any, ...],
+) -> Any:  # fmt: skip
+    """A call in the graph of Dynamo, which does not look inside: AOTAutograd traces what it does,
+    messages and their gradients among them, in the order in which an eager call does it."""
+    scale, deterministic, implementation, numbers = plain
+    captured = Captured(tuple(tensors), tuple(map(int, ints)), tuple(map(float, floats)))
+    config = KernelConfig.of_numbers(numbers) if numbers else None
+    options = Options(scale, deterministic, implementation, config)
+    rows = query, key, value
+    for each in (*rows, sinks):
+        for size in each.shape if isinstance(each, Tensor) else ():
+            int(size)  # a plan is for one size: none stays a symbol, in errors neither
+    found = Score(score, captured)
+    return _computed(name, PLANS[plan], rows, sinks, found, options, _Flags(*flags), {})
+
+
+def _failing(
+    plan: Plan, facts: Mapping[str, str], fault: Exception, rows: tuple[Tensor, Tensor, Tensor],
+    flags: _Flags,
+) -> Any:  # fmt: skip
+    """What a graph computes that cannot begin: when it runs it tells other ranks, and fails."""
+    query, _, value = rows
+    shape = *query.shape[:-1], value.shape[-1]
+    output = agreed_in_graph(plan, facts, fault, query.new_zeros(shape))
+    lse = output[..., 0].to(accumulate_dtype(query.dtype))
+    lse = lse.transpose(0, 1) if flags.packed else lse
     return (output, lse) if flags.return_lse else output
 
 
@@ -302,9 +382,7 @@ def _check_sizes(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
 def _check_score(plan: Plan, score: Score) -> None:
     """Refuse a score whose captured tensors do not fit the call of all ranks."""
     offsets, sizes = plan.cu_seqlens, plan.sizes
-    longest = (
-        plan.length if offsets is None else int(offsets.diff().max()) if len(offsets) > 1 else 0
-    )
+    longest = plan.longest
     batch = sizes.batch if offsets is None else len(offsets) - 1
     extents = Extents(batch, sizes.query_heads, longest, longest, packed=offsets is not None)
     complaint = misfit(score.key, expanded(score.key, score.captured), extents)
@@ -337,15 +415,7 @@ def _facts(
     options: Options, flags: _Flags,
 ) -> dict[str, str]:  # fmt: skip
     """What must be equal on all ranks, in words."""
-    known = plan.memory.get("facts")
-    if known is None:
-        known = plan.memory["facts"] = {
-            "mask": described(plan.mask.key, plan.mask.captured, contents=True),
-            "method": plan.method,
-            "sizes": str(tuple(plan.sizes[:5])),
-            **dealt_facts(plan),
-        }
-    return known | {
+    return _facts_of_plan(plan) | {
         "dtype": str(query.dtype),
         "device": query.device.type,
         "score": described(score.key, score.captured, contents=False),
@@ -355,6 +425,19 @@ def _facts(
         f"reduce_gradients={flags.reduce_gradients}",
         "implementation": str(options.implementation),
     }
+
+
+@outside_graph
+def _facts_of_plan(plan: Plan) -> dict[str, str]:
+    known = plan.memory.get("facts")
+    if known is None:
+        known = plan.memory["facts"] = {
+            "mask": described(plan.mask.key, plan.mask.captured, contents=True),
+            "method": plan.method,
+            "sizes": str(tuple(plan.sizes[:5])),
+            **dealt_facts(plan),
+        }
+    return known
 
 
 __all__ = ["attention", "attention_varlen"]

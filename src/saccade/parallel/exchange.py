@@ -10,13 +10,14 @@ the same order.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from saccade.modifiers.graph_constants import in_graph
 from saccade.parallel.agreement import reporting
 from saccade.runtime.spec import accumulate_dtype
 
@@ -68,13 +69,23 @@ class Counts(NamedTuple):
 
 
 class Message:
-    """Rows on their way: one all-to-all, and what must not go before it has arrived."""
+    """Rows on their way: one all-to-all, and what must not go before it has arrived.
+
+    In a graph it is PyTorch's functional all-to-all: what is computed meanwhile lies between that
+    and its wait, as it does in eager calls.
+    """
 
     def __init__(self, plan: Any, rows: Tensor, counts: Counts, what: str) -> None:
         self.plan, self.what, self.rows = plan, what, rows.detach().contiguous()
         self.work: Any = None
+        self.traced = in_graph() and plan.ranks > 1
         if plan.ranks == 1:
             self.buffer = self.rows
+            return
+        if self.traced:
+            self.buffer = torch.ops._c10d_functional.all_to_all_single.default(
+                self.rows, counts.receive, counts.send, plan.group.group_name
+            )
             return
         self.buffer = rows.new_empty(sum(counts.receive), *rows.shape[1:])
         with reporting(plan, what):
@@ -84,11 +95,30 @@ class Message:
 
     def wait(self) -> Tensor:
         """The rows that came."""
+        if self.traced:
+            self.buffer = torch.ops._c10d_functional.wait_tensor.default(self.buffer)
+            self.traced = False
         if self.work is not None:
             with reporting(self.plan, self.what):
                 self.work.wait()
             self.work = None
         return self.buffer
+
+
+def waiting_for(tensor: Tensor, *others: Tensor) -> Tensor:
+    """A tensor that a graph computes after some others, of which it takes nothing.
+
+    A message that nothing takes from would be left out of the graph of this rank alone, and one of
+    the backward pass that needs no gradient would be moved into the forward pass.
+    """
+    return torch.ops.saccade.wait_for.default(tensor, others) if in_graph() else tensor
+
+
+torch.library.define("saccade::wait_for", "(Tensor tensor, Tensor[] others) -> Tensor")
+torch.library.impl(
+    "saccade::wait_for", "CompositeExplicitAutograd", lambda tensor, others: tensor.clone()
+)
+torch.library.register_fake("saccade::wait_for", lambda tensor, others: tensor.clone())
 
 
 class Back:
@@ -178,16 +208,19 @@ class Sending:
     def __init__(
         self, plan: Any, rows: Tensor, picks: Sequence[Tensor] | None, receive: list[int],
         what: str, spans: Sequence[tuple[int, int] | None] = (), sizes: list[int] | None = None,
+        compared: Callable[[Tensor], Tensor] | None = None,
     ) -> None:  # fmt: skip
         """rows: [rows, ...]. picks: for each rank the places of what it gets, on the rows' device,
         and spans, those that follow one another; None: rows lie in the order of ranks, `sizes` of
-        them for each."""
+        them for each. compared: `LocalCall.compared`, for the first rows of a call."""
         self.back = Back()
         if picks is not None:
             sizes = [len(pick) for pick in picks]
         assert sizes is not None
         self.counts = Counts(sizes, receive)
         self.taken: Any = Taken.apply(rows, picks, spans, self.back)
+        if compared is not None:
+            self.taken = compared(self.taken)
         self.message = Message(plan, self.taken, self.counts, what)
 
     def wait(self) -> Tensor:
@@ -208,9 +241,18 @@ class _Summed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
         total = grad.to(accumulate_dtype(grad.dtype), copy=True).contiguous()
-        with reporting(ctx.plan, "gradients of what every rank has"):
-            dist.all_reduce(total, group=ctx.plan.group)
-        return None, total.to(grad.dtype)
+        return None, summed_over_ranks(ctx.plan, total).to(grad.dtype)
+
+
+def summed_over_ranks(plan: Any, total: Tensor) -> Tensor:
+    """The sum of all ranks' gradients of what every rank has; the tensor's memory is used."""
+    if in_graph():
+        name = plan.group.group_name
+        arriving = torch.ops._c10d_functional.all_reduce.default(total, "sum", name)
+        return torch.ops._c10d_functional.wait_tensor.default(arriving)
+    with reporting(plan, "gradients of what every rank has"):
+        dist.all_reduce(total, group=plan.group)
+    return total
 
 
 def summed(plan: Any, tensor: Tensor) -> Tensor:

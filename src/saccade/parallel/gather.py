@@ -15,9 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.modifiers.graph_constants import constants, outside_graph
 from saccade.modifiers.modifier import ShardRange
 from saccade.parallel.exchange import Routes, Sending, spans_of
 from saccade.parallel.local import LocalCall, heads_of, joined, rows_first
+from saccade.parallel.planner import Plan
 from saccade.parallel.runs import Cut, Divided, Part, parts_of
 
 
@@ -25,23 +27,23 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
     """Output and lse of this rank's rows."""
     plan, (_, query_heads, kv_heads, head_dim, _, _) = call.plan, call.plan.sizes
     device = call.query.device
-    routes = plan.memory.get(("routes", device))
-    if routes is None:
-        routes = plan.memory["routes", device] = plan.routes.to(device)
-    parts = None if call.score.key else parts_of(plan, routes.arrived, device)
-    ranges = [(0, len(routes.arrived))] if parts is None else [part.kv for part in parts]
+    routes = constants(_routes(plan, device))
+    arrived = plan.routes.arrived
+    parts = None if call.score.key else constants(parts_of(plan, arrived, device))
+    ranges = [(0, len(arrived))] if parts is None else [part.kv for part in parts]
     if plan.sends_nothing:
+        call = call._replace(key=call.compared(call.key))
         keys = _own_keys(call, routes, ranges)
         (queries,) = _queries(call, [(0, query_heads)], parts)
         return _attend(call, queries, keys, heads_of(0, query_heads, query_heads), parts)
     groups = 2 if kv_heads % 2 == 0 else 1
-    spans = plan.memory.get("spans")
-    if spans is None:
-        spans = plan.memory["spans"] = spans_of(plan.routes.send)
-    sent = [
-        Sending(plan, rows_first(some), routes.send, routes.receive, "keys", spans)
-        for some in joined(call.key, call.value).chunk(groups, 1)
-    ]
+    spans = _spans(plan)
+    sent: list[Sending] = []
+    for some in joined(call.key, call.value).chunk(groups, 1):
+        rows, compared = rows_first(some), None if sent else call.compared
+        sent.append(
+            Sending(plan, rows, routes.send, routes.receive, "keys", spans, compared=compared)
+        )
     size, found = query_heads // groups, []
     queries = _queries(call, [(number * size, size) for number in range(groups)], parts)
     for number, message in enumerate(sent):
@@ -49,6 +51,24 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
         heads = heads_of(number * size, size, query_heads)
         found.append(_attend(call, queries[number], keys, heads, parts))
     return _beside(found, 1)
+
+
+@outside_graph
+def _routes(plan: Plan, device: torch.device) -> Routes:
+    """The routes of a plan, with indices on a device."""
+    known = plan.memory.get(("routes", device))
+    if known is None:
+        known = plan.memory["routes", device] = plan.routes.to(device)
+    return known
+
+
+@outside_graph
+def _spans(plan: Plan) -> list[tuple[int, int] | None]:
+    """Which of the rows that go to each rank follow one another."""
+    known = plan.memory.get("spans")
+    if known is None:
+        known = plan.memory["spans"] = spans_of(plan.routes.send)
+    return known
 
 
 def _queries(

@@ -9,9 +9,11 @@ import torch
 from torch import Tensor
 
 from saccade.masks import NOTHING_HIDDEN, Mask
+from saccade.modifiers.graph_constants import constants, outside_graph
 from saccade.modifiers.modifier import ShardRange, restricted
 from saccade.modifiers.renumber import RowNumbers, renumbered
 from saccade.ops.attention.api import attention, attention_varlen
+from saccade.parallel.agreement_op import agreed_in_graph
 from saccade.parallel.planner import Plan
 from saccade.runtime.spec import KernelConfig
 from saccade.scores import NOTHING_CHANGED, Score
@@ -34,6 +36,7 @@ class LocalCall(NamedTuple):
         sinks: [query_heads]; None: none.
         score: in the numbers of the whole call, its tensors those of the whole call.
         return_lse: whether the lse is asked for.
+        facts: what ranks compare each time the call's graph runs; None: they did.
     """
 
     plan: Plan
@@ -44,6 +47,14 @@ class LocalCall(NamedTuple):
     score: Score
     options: Options
     return_lse: bool
+    facts: Mapping[str, str] | None = None
+
+    def compared(self, rows: Tensor) -> Tensor:
+        """The first rows that are sent: in a graph, once all ranks have agreed.
+
+        They are sent as they come, as a graph forgets what gives an empty tensor to another.
+        """
+        return rows if self.facts is None else agreed_in_graph(self.plan, self.facts, None, rows)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -55,6 +66,10 @@ class LocalCall(NamedTuple):
 
         name: what these keys are called, to be known again in the next call.
         """
+        return constants(self._mask_of(kv_rows, name))
+
+    @outside_graph
+    def _mask_of(self, kv_rows: Tensor, name: Any) -> Mask:
         device = self.query.device
         known = self.plan.memory.get(("mask", name, device))
         if known is None:
@@ -72,6 +87,7 @@ class LocalCall(NamedTuple):
         found = renumbered(self.score.key, self.score.captured, *rows, device=self.query.device)
         return Score(*found)
 
+    @outside_graph
     def _numbers(self, rows: Tensor, name: Any) -> RowNumbers:
         known = self.plan.memory.get(("numbers", name))
         if known is None:

@@ -7,6 +7,8 @@ whose masks differ share the rows of one plan (`Plan.for_mask`).
 from __future__ import annotations
 
 import functools
+import uuid
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from torch import Tensor
 from saccade import masks
 from saccade.masks import AnyMask, Mask, as_mask
 from saccade.modifiers.expression import Captured
+from saccade.modifiers.graph_constants import outside_graph
 from saccade.modifiers.modifier import Extents, expanded, misfit
 from saccade.modifiers.normal_form import by_distance, is_causal
 from saccade.modifiers.renumber import RowNumbers, renumbered
@@ -33,6 +36,7 @@ from saccade.runtime.validation import with_causal
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PLANS: weakref.WeakValueDictionary[str, Plan] = weakref.WeakValueDictionary()
 SEGMENTS = 2048  # of rows, at most, whose keys are sent or not; or one for each chunk
 DEFAULT_MACHINE = Machine()
 
@@ -74,6 +78,15 @@ class Plan:
     needed: Tensor = field(default_factory=lambda: torch.zeros(0, 0, dtype=torch.bool))
     named_method: bool = False
     memory: dict[Any, Any] = field(default_factory=dict)  # what calls prepared before
+    name: str = field(init=False)  # by which graphs know it: no other plan of any process has it
+
+    def __post_init__(self) -> None:
+        self.name = uuid.uuid4().hex
+        PLANS[self.name] = self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.__post_init__()  # a copy is another plan
 
     # ---- rows -----------------------------------------------------------------------------------
 
@@ -87,6 +100,7 @@ class Plan:
         """How much more than the mean the busiest rank computes: 0.02 is 2 %."""
         return self.dealt.imbalance
 
+    @outside_graph
     def rows_of(self, rank: int) -> Tensor:
         """int64, the rows of all that a rank holds, ascending, on the CPU."""
         if not 0 <= rank < self.ranks:
@@ -171,11 +185,19 @@ class Plan:
         return together.index_select(dim, self.on(together.device, "places"))
 
     @functools.cached_property
+    @outside_graph
+    def longest(self) -> int:
+        """Rows of the longest sequence."""
+        return longest_of(self.length, self.cu_seqlens)
+
+    @functools.cached_property
+    @outside_graph
     def order(self) -> Tensor:
         """int64, all rows as they come when those of rank 0, 1, ... are laid end to end."""
         return torch.cat([self.rows_of(rank) for rank in range(self.ranks)])
 
     @functools.cached_property
+    @outside_graph
     def places(self) -> Tensor:
         """int64, where each row is among those of rank 0, 1, ... laid end to end."""
         return self.order.argsort()
@@ -206,6 +228,7 @@ class Plan:
         return rows[:, torch.searchsorted(owners, torch.arange(self.ranks + 1))].diff()
 
     @functools.cached_property
+    @outside_graph
     def sends_nothing(self) -> bool:
         """Whether the rows of every rank see keys of that rank alone."""
         return bool(self.sent.count_nonzero() == self.sent.diagonal().count_nonzero())
@@ -215,6 +238,7 @@ class Plan:
         return self.dealt.owners[chunk.clamp_max(len(self.dealt.owners) - 1)]
 
     @functools.cached_property
+    @outside_graph
     def routes(self) -> Routes:
         """Which rows of its own this rank sends to each rank, and which it receives from each."""
         others = range(self.ranks)
@@ -223,6 +247,7 @@ class Plan:
         arrived, order = torch.cat(receive).sort()
         return Routes(send, [len(rows) for rows in receive], arrived, order, order.argsort())
 
+    @outside_graph
     def on(self, device: torch.device, name: str) -> Tensor:
         """An attribute, "rows", "order", "places" or "cu_seqlens", on a device."""
         known = self.memory.get((name, device))
@@ -247,6 +272,7 @@ class Plan:
         return found.priced(row_work(found.whole_call))
 
     @functools.cached_property
+    @outside_graph
     def whole_call(self) -> WholeCall:
         """The call of all ranks as a dense one: sequences laid end to end are documents."""
         _check_fits(self.mask, self.length, self.cu_seqlens, self.sizes)
@@ -437,9 +463,16 @@ def _rows(length: int | Tensor) -> tuple[int, Tensor | None]:
     return last, offsets
 
 
+def longest_of(length: int, offsets: Tensor | None) -> int:
+    """Rows of the longest sequence."""
+    if offsets is None:
+        return length
+    return int(offsets.diff().max()) if len(offsets) > 1 else 0
+
+
 def _check_fits(mask: Mask, length: int, offsets: Tensor | None, sizes: Sizes) -> None:
     """Refuse a mask whose captured tensors do not fit the call of all ranks."""
-    longest = length if offsets is None else int(offsets.diff().max()) if len(offsets) > 1 else 0
+    longest = longest_of(length, offsets)
     batch = sizes.batch if offsets is None else len(offsets) - 1
     extents = Extents(batch, sizes.query_heads, longest, longest, packed=offsets is not None)
     captured: Captured = expanded(mask.key, mask.captured)

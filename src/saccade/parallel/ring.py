@@ -19,12 +19,16 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.masks import NOTHING_HIDDEN
+from saccade.modifiers.graph_constants import constants, in_graph, outside_graph
 from saccade.modifiers.normal_form import is_causal
+from saccade.ops.attention.api import ATTENTION
 from saccade.ops.attention.merge import merge_states
-from saccade.parallel.exchange import Counts, Message
+from saccade.parallel.exchange import Counts, Message, waiting_for
 from saccade.parallel.local import LocalCall, heads_first, joined, rows_first
+from saccade.parallel.planner import Plan
 from saccade.parallel.runs import MOST_PARTS, Part
 from saccade.runtime import backends
+from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.rounding import restored, rounded
 from saccade.runtime.spec import (
     Gradients,
@@ -73,17 +77,15 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
 def _steps(call: LocalCall) -> tuple[list[Step], list[Tensor]]:
     """All steps of this rank, and the captured tensors of their scores."""
     plan, device = call.plan, call.query.device
-    known = plan.memory.get(("ring", device))
-    if known is None:
-        known = plan.memory["ring", device] = [_hop(call, number) for number in range(plan.ranks)]
     found: list[Step] = []
     tables: list[Tensor] = []
-    for number, hop in enumerate(known):
+    for number, hop in enumerate(_hops(plan, device)):
         score = call.score_of(hop.kv_rows, ("ring", number))
         there = slice(len(tables), len(tables) + len(score.captured.tensors))
         tables += score.captured.tensors
         runs = _runs(call, hop.kv_rows, number)
-        found.append(Step(hop.source, hop.target, len(hop.kv_rows), hop.send, runs, score, there))
+        send = constants(hop.send)
+        found.append(Step(hop.source, hop.target, len(hop.kv_rows), send, runs, score, there))
     return found, tables
 
 
@@ -92,16 +94,22 @@ def _runs(call: LocalCall, kv_rows: Tensor, number: int) -> list[Part]:
     another: other ranks' keys before such rows are all visible, and those behind them none."""
     plan = call.plan
     if is_causal(plan.mask.key) and plan.cu_seqlens is None and not call.score.key:
-        known = plan.memory.get(("runs of step", number))
-        if known is None:
-            known = plan.memory["runs of step", number] = _plain_runs(plan.rows, kv_rows)
+        known = _plain_runs(plan, kv_rows, number)
         if len(known) <= MOST_PARTS:
             return known
     every = (0, len(plan.rows)), (0, len(kv_rows))
     return [Part(*every, call.mask_of(kv_rows, ("ring", number)), None)]
 
 
-def _plain_runs(rows: Tensor, kv_rows: Tensor) -> list[Part]:
+@outside_graph
+def _plain_runs(plan: Plan, kv_rows: Tensor, number: int) -> list[Part]:
+    known = plan.memory.get(("runs of step", number))
+    if known is None:
+        known = plan.memory["runs of step", number] = _runs_of(plan.rows, kv_rows)
+    return known
+
+
+def _runs_of(rows: Tensor, kv_rows: Tensor) -> list[Part]:
     found = []
     places = torch.cat([torch.tensor([0]), (rows.diff() != 1).nonzero().flatten() + 1])
     ends = [*places[1:].tolist(), len(rows)]
@@ -127,13 +135,22 @@ class _Hop(NamedTuple):
     send: Tensor
 
 
-def _hop(call: LocalCall, number: int) -> _Hop:
+@outside_graph
+def _hops(plan: Plan, device: torch.device) -> list[_Hop]:
+    """What all steps send and receive."""
+    known = plan.memory.get(("ring", device))
+    if known is None:
+        known = [_hop(plan, number, device) for number in range(plan.ranks)]
+        plan.memory["ring", device] = known
+    return known
+
+
+def _hop(plan: Plan, number: int, device: torch.device) -> _Hop:
     """The messages of a step; the first has none, and computes with all rows held here."""
-    plan = call.plan
     source, target = (plan.rank - number) % plan.ranks, (plan.rank + number) % plan.ranks
     kv_rows = plan.needed_rows(plan.rank, source) if number else plan.rows
     send = torch.searchsorted(plan.rows, plan.needed_rows(target, plan.rank))
-    return _Hop(source, target, kv_rows, send.to(call.query.device))
+    return _Hop(source, target, kv_rows, send.to(device))
 
 
 class _Part(NamedTuple):
@@ -144,6 +161,11 @@ class _Part(NamedTuple):
     config: KernelConfig
     forward_by: str
     backward_by: str
+
+    @property
+    def checked(self) -> CheckedCall:
+        """The call for its operator."""
+        return CheckedCall(self.variant, self.config, self.forward_by, self.backward_by)
 
 
 def _part(
@@ -164,7 +186,20 @@ def _part(
     return _Part(inputs, variant, config or DEFAULT_CONFIG, forward_by, backward_by)
 
 
-def _arrivals(call: LocalCall, steps: list[Step], own: Tensor) -> Iterator[tuple[Step, Tensor]]:
+def _results(part: _Part) -> Results:
+    """The forward pass of a call, by its backend; in a graph, by its operator."""
+    if not in_graph():
+        module = backends.module_of("attention", part.forward_by)
+        return module.forward(part.inputs, part.variant, part.config)
+    checked = part.checked
+    tensors = *part.inputs, list(checked.tables)
+    output, lse, residual, _ = ATTENTION.op(*tensors, *ATTENTION.flatten(checked, False))
+    return Results(output, lse, residual if part.variant.residual else None)
+
+
+def _arrivals(
+    call: LocalCall, steps: list[Step], own: Tensor, forward: bool
+) -> Iterator[tuple[Step, Tensor]]:
     """Each step with the rows that came for it; those of the next are asked for before."""
     message: Message | None = None
     for number, step in enumerate(steps):
@@ -172,8 +207,11 @@ def _arrivals(call: LocalCall, steps: list[Step], own: Tensor) -> Iterator[tuple
         message = None
         if number + 1 < len(steps):
             after = steps[number + 1]
+            sent = own.index_select(0, after.send)
+            if forward and not number:
+                sent = call.compared(sent)
             message = Message(
-                call.plan, own.index_select(0, after.send),
+                call.plan, sent,
                 _counts(call, after.target, len(after.send), after.source, after.receive),
                 f"keys of step {number + 1}",
             )  # fmt: skip
@@ -185,6 +223,11 @@ def _counts(call: LocalCall, target: int, send: int, source: int, receive: int) 
     found = Counts([0] * call.plan.ranks, [0] * call.plan.ranks)
     found.send[target], found.receive[source] = send, receive
     return found
+
+
+def _computes(query: Tensor, step: Step) -> bool:
+    """Whether a step has anything to compute; it sends and receives all the same."""
+    return bool(query.shape[2] and step.receive and step.runs)
 
 
 class _Ring(torch.autograd.Function):
@@ -199,14 +242,14 @@ class _Ring(torch.autograd.Function):
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=wide)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
         own = rows_first(joined(key, value))
-        for step, rows in _arrivals(call, steps, own):
-            if not query.shape[2] or not step.receive:
+        for step, rows in _arrivals(call, steps, own, True):
+            if not _computes(query, step):
+                lse = waiting_for(lse, rows)
                 continue
             first = step is steps[0]
             for run in step.runs:
                 part = _part(call, step, run, query, rows, sinks if first else None, tables)
-                module = backends.module_of("attention", part.forward_by)
-                found = module.forward(part.inputs, part.variant, part.config)
+                found = _results(part)
                 exact = restored(found.output, found.residual).to(wide)
                 so_far = output.narrow(2, *run.query), lse.narrow(2, *run.query)
                 merged = exact, found.lse
@@ -230,16 +273,18 @@ class _Ring(torch.autograd.Function):
         call, steps = ctx.call, ctx.steps
         query, key, value, output, lse, residual, sinks, *tables = ctx.saved_tensors
         wide, results = accumulate_dtype(query.dtype), Results(output, lse, residual)
-        own = rows_first(joined(key, value))
+        own = waiting_for(rows_first(joined(key, value)), *grads)
         found = _Sums(
             torch.zeros_like(query, dtype=wide), torch.zeros_like(own, dtype=wide),
             [None] * len(tables),
         )  # fmt: skip
-        grad_sinks = None if sinks is None else torch.zeros_like(sinks)
+        grad_sinks = None if sinks is None else waiting_for(torch.zeros_like(sinks), *grads)
         leaving: tuple[Step, Message] | None = None
-        for step, rows in _arrivals(call, steps, own):
+        for step, rows in _arrivals(call, steps, own, False):
             grad_rows = torch.zeros_like(rows, dtype=wide)
-            if query.shape[2] and step.receive:
+            if not _computes(query, step):
+                grad_rows = waiting_for(grad_rows, *grads)
+            else:
                 first = step is steps[0]
                 for run in step.runs:
                     part = _part(call, step, run, query, rows, sinks if first else None, tables)
@@ -262,7 +307,9 @@ class _Ring(torch.autograd.Function):
         grad_kv = heads_first(found.rows)
         head_dim = key.shape[-1]
         of_tables = [
-            torch.zeros_like(table) if gradient is None and wanted else gradient
+            waiting_for(torch.zeros_like(table), *grads)
+            if gradient is None and wanted
+            else gradient
             for table, gradient, wanted in zip(
                 tables, found.tables, ctx.needs_input_grad[6:], strict=True
             )
@@ -297,14 +344,25 @@ def _gradients(
         for position, table in enumerate(tables[step.tables])
         if table.is_floating_point() and table.requires_grad
     ]
-    module = backends.module_of("attention", part.backward_by, "backward")
     if run.query != (0, results.output.shape[2]):  # kernels take these as they were written
         of_rows: list[Any] = [
             None if each is None else each.narrow(2, *run.query).contiguous()
             for each in (*results, *grads)
         ]
         results, grads = Results(*of_rows[: len(results)]), of_rows[len(results) :]
-    return module.backward(
-        part.inputs, part.variant, part.config, results, grads[0], grads[1], wanted,
-        call.options.deterministic,
+    deterministic = call.options.deterministic
+    if not in_graph():
+        module = backends.module_of("attention", part.backward_by, "backward")
+        return module.backward(
+            part.inputs, part.variant, part.config, results, grads[0], grads[1], wanted,
+            deterministic,
+        )  # fmt: skip
+    checked = part.checked
+    first = len(part.variant.mask_captured.tensors)
+    listed = ATTENTION.call_backward(
+        [first + position for position in wanted], ATTENTION.flatten(checked, deterministic),
+        grads[0], grads[1], *results[:3], *part.inputs, *checked.tables,
     )  # fmt: skip
+    query, key, value, *others = listed
+    sinks = None if part.inputs.sinks is None else others.pop(0)
+    return Gradients(query, key, value, sinks, dict(zip(wanted, others, strict=True)))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from saccade import masks
 from saccade.masks import Mask
+from saccade.modifiers.graph_constants import outside_graph
 from saccade.modifiers.normal_form import by_distance, is_causal
 from saccade.parallel.exchange import Routes
 from saccade.parallel.local import Offsets, heads_first, rows_first
@@ -52,6 +53,7 @@ class _Run(NamedTuple):
     place: int  # of the first key among those that arrive
 
 
+@outside_graph
 def parts_of(plan: Plan, arrived: Tensor, device: torch.device) -> list[Part] | None:
     """The calls that compute this rank's rows; None where rows must be told their numbers.
 

@@ -13,9 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.masks import Mask
+from saccade.modifiers.graph_constants import constants, outside_graph
 from saccade.parallel.costs import ulysses_unsupported
 from saccade.parallel.exchange import Back, Permuted, Sending, Taken
 from saccade.parallel.local import LocalCall, Offsets, heads_first, heads_of, joined
+from saccade.parallel.planner import Plan
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
@@ -24,9 +27,10 @@ def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
     permuted: Any = Permuted.apply
     counts = [len(plan.rows_of(rank)) for rank in range(plan.ranks)]
     heads, rows = sizes.query_heads // plan.ranks, len(plan.rows)
-    places, order = (plan.on(call.query.device, name) for name in ("places", "order"))
+    places, order = (constants(plan.on(call.query.device, name)) for name in ("places", "order"))
     assert not ulysses_unsupported(plan.ranks, sizes.query_heads, sizes.kv_heads)
     payload = torch.cat([_by_rank(call.query, plan.ranks), _keys_by_rank(call)], -1).flatten(0, 1)
+    payload = call.compared(payload)
     arrived = _exchanged(call, payload, [rows] * plan.ranks, counts, "rows of heads")
     arrived = permuted(arrived, places, order)
     queries = sizes.batch * heads * sizes.head_dim
@@ -63,18 +67,35 @@ def _by_rank(rows: Tensor, ranks: int) -> Tensor:
 
 def _keys_by_rank(call: LocalCall) -> Tensor:
     """Keys and values of the heads that each rank's query heads share."""
-    plan, (_, query_heads, kv_heads, *_) = call.plan, call.plan.sizes
+    plan = call.plan
     keys = joined(call.key, call.value)
-    if kv_heads % plan.ranks == 0:
+    if plan.sizes.kv_heads % plan.ranks == 0:
         return _by_rank(keys, plan.ranks)
-    heads = query_heads // plan.ranks
-    group = query_heads // kv_heads
-    picks = plan.memory.get(("heads", keys.device))
-    if picks is None:
-        numbers = torch.arange(plan.ranks) * heads // group
-        picks = plan.memory["heads", keys.device] = numbers.to(keys.device).split(1)
+    picks = constants(_heads_of_keys(plan, keys.device))
     taken = Taken.apply(keys.transpose(0, 1), picks, [None] * len(picks), Back())
     return _by_rank(taken.transpose(0, 1), plan.ranks)  # type: ignore[union-attr]
+
+
+@outside_graph
+def _heads_of_keys(plan: Plan, device: torch.device) -> tuple[Tensor, ...]:
+    """The kv head that each rank's query heads share."""
+    known = plan.memory.get(("heads", device))
+    if known is None:
+        heads = plan.sizes.query_heads // plan.ranks
+        numbers = (
+            torch.arange(plan.ranks) * heads // (plan.sizes.query_heads // plan.sizes.kv_heads)
+        )
+        known = plan.memory["heads", device] = numbers.to(device).split(1)
+    return known
+
+
+@outside_graph
+def _mask_on(plan: Plan, device: torch.device) -> Mask:
+    """The mask of the whole call on a device."""
+    known = plan.memory.get(("mask", device))
+    if known is None:
+        known = plan.memory["mask", device] = plan.mask.to(device)
+    return known
 
 
 def _attend_heads(
@@ -83,9 +104,7 @@ def _attend_heads(
     """[rows, batch, heads, value_dim] and [rows, batch, heads, 1] of this rank's heads."""
     plan, heads = call.plan, query.shape[2]
     first = plan.rank * heads
-    mask = plan.memory.get(("mask", query.device))
-    if mask is None:
-        mask = plan.memory["mask", query.device] = plan.mask.to(query.device)
+    mask = constants(_mask_on(plan, query.device))
     mask, score = call.of_heads(mask, call.score, heads_of(first, heads, plan.sizes.query_heads))
     sinks = None if call.sinks is None else call.sinks.narrow(0, first, heads)
     if plan.cu_seqlens is None:
@@ -101,6 +120,6 @@ def _offsets(call: LocalCall) -> Offsets:
     """Those of all sequences."""
     offsets = call.plan.cu_seqlens
     assert offsets is not None
-    there = call.plan.on(call.query.device, "cu_seqlens")
-    longest = int(offsets.diff().max()) if len(offsets) > 1 else 0
+    there = constants(call.plan.on(call.query.device, "cu_seqlens"))
+    longest = call.plan.longest
     return Offsets(there, there, longest, longest)

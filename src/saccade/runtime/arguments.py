@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from saccade.modifiers.expression import Captured
+from saccade.modifiers.graph_constants import in_graph
 from saccade.modifiers.modifier import Extents, misfit
 from saccade.runtime.spec import DTYPES, QUANTISED, Inputs, KernelConfig, PagedInputs
 
@@ -86,17 +87,13 @@ def checked() -> Iterator[None]:
         _checked.reset(token)
 
 
-MODES = torch._C._TorchDispatchModeKey
-TRACING = (MODES.FAKE, MODES.PROXY, MODES.FUNCTIONAL)  # modes in which numbers are not there
-
-
 def values_readable(tensor: Tensor) -> bool:
     """Whether a tensor's values may be read now: not while tracing or under vmap or grad."""
     if type(tensor) is not Tensor or not (tensor.device.type == "cpu" or _checked.get()):
         return False  # at once: every call over pages asks
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return False
-    return all(torch._C._get_dispatch_mode(mode) is None for mode in TRACING)
+    return not in_graph()
 
 
 INTEGERS = (torch.int32, torch.int64)

@@ -1,0 +1,83 @@
+"""The comparison of ranks as an operator: graphs make it each time they run.
+
+Each rank traces a graph for itself, once, and runs it as often as its program calls it, so ranks
+that compared while they trace would learn nothing of the calls that follow. The operator gives back
+the first rows that are sent, and graphs keep messages in their order: so nothing is sent before
+ranks agree.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from saccade.parallel.agreement import agree, begin
+
+FAULTS = {error.__name__: error for error in (TypeError, ValueError, NotImplementedError)}
+_memory: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by group
+
+
+class Ranks(NamedTuple):
+    """The ranks of a graph's calls: what `agree` reads of a plan, which need not live as long."""
+
+    group: Any
+    verify: str
+    memory: dict[Any, Any]
+
+    @property
+    def ranks(self) -> int:
+        """How many there are."""
+        return dist.get_world_size(self.group)
+
+    @property
+    def rank(self) -> int:
+        """Which of them this is."""
+        return dist.get_rank(self.group)
+
+
+def agreed_in_graph(
+    plan: Any, facts: Mapping[str, str], fault: Exception | None, rows: Tensor
+) -> Tensor:
+    """Rows as they are, once all ranks have found that what they are about to do fits together.
+
+    Args:
+        plan, facts, fault: as `agree` takes them; the first fact is the name of the call.
+        rows: the first that this rank sends in the call.
+    """
+    kind, said = ("", "") if fault is None else (type(fault).__name__, str(fault))
+    return torch.ops.saccade.compare_ranks.default(
+        rows, plan.group.group_name, plan.verify, list(facts), list(facts.values()), kind, said
+    )
+
+
+def _compare(
+    rows: Tensor, group: str, verify: str, names: Sequence[str], words: Sequence[str], kind: str,
+    said: str,
+) -> Tensor:  # fmt: skip
+    resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
+    found = resolve(group)
+    ranks = Ranks(found, verify, _memory.setdefault(found, {}))
+    begin(ranks, words[0])
+    facts = dict(zip(names, words, strict=True))
+    agree(ranks, facts, FAULTS[kind](said) if kind else None, rows.device)
+    return rows.clone()
+
+
+def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """Gradients of rows pass as they are."""
+
+
+SCHEMA = (
+    "(Tensor rows, str group, str verify, str[] names, str[] words, str kind, str said) -> Tensor"
+)
+torch.library.define("saccade::compare_ranks", SCHEMA)
+torch.library.impl("saccade::compare_ranks", "CompositeExplicitAutograd", _compare)
+torch.library.register_fake("saccade::compare_ranks", lambda rows, *plain: rows.clone())
+torch.library.register_autograd(
+    "saccade::compare_ranks", lambda ctx, grad: (grad, *[None] * 6), setup_context=_keep_nothing
+)
