@@ -202,7 +202,7 @@ def test_a_cache_that_is_off_cannot_be_warmed(monkeypatch: pytest.MonkeyPatch) -
 
 # ---- calls of users, in a process that pretends to have a GPU ------------------------------------
 
-LISTED = {"sm_80": 2109, "sm_90": 3282}
+LISTED = {"sm_80": 2109, "sm_90": 3566}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTHS = (2, 7, 64, 100, 200, 256, 512, 777, 1000, 1024, 2000, 2048, 4096, 5000, 8192, 30000)
 
@@ -275,7 +275,34 @@ def linear(dim: int, length: int) -> str:
     return f"{dim}, {length} rows"
 
 
-def user_calls(rng: random.Random, rounds: int) -> Iterator[tuple[str, Callable[[], str]]]:
+def fp8(rng: random.Random, dim: int, dtype: torch.dtype, packed: bool, causal: bool) -> str:
+    heads, length = rng.choice(variants.HEADS), rng.choice(LENGTHS[2:])
+    batch, inside = rng.choice((1, 2, 5)), rng.random() < 0.5
+
+    def rows(heads: int) -> Tensor:
+        if packed:
+            return torch.empty(batch * length, heads, dim).to(dtype)
+        if inside:
+            return torch.empty(batch, length, heads, dim).to(dtype).transpose(1, 2)
+        return torch.empty(batch, heads, length, dim).to(dtype)
+
+    given = [rows(count) for count in (heads[0], heads[1], heads[1])]
+    scales: dict[str, Any] = {}
+    if dtype == torch.float8_e4m3fn:
+        counts = {"query_scale": heads[0], "key_scale": heads[1], "value_scale": heads[1]}
+        scales = {name: torch.ones(batch, count) for name, count in counts.items()}
+    if packed:
+        ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
+        saccade.attention_fp8_varlen(*given, ends, causal=causal, **scales)
+    else:
+        saccade.attention_fp8(*given, causal=causal, **scales)
+    where = "packed" if packed else "inside" if inside else ""
+    return f"{dtype} {batch} x {heads} heads x {length} {where} causal={causal}"
+
+
+def user_calls(
+    architecture: str, rng: random.Random, rounds: int
+) -> Iterator[tuple[str, Callable[[], str]]]:
     """Calls by name; of those outside the list, the names say so."""
     causal = {"causal": lambda *sizes: True}
 
@@ -319,6 +346,10 @@ def user_calls(rng: random.Random, rounds: int) -> Iterator[tuple[str, Callable[
                     yield f"decode {dim}", lambda a=(dtype, dim, size, heads, batch, 1): paged(*a)
                 chunk = "bf16", dim, size, heads, 1, rng.choice((2, 3, 8, 17, 60, 100, 600, 3000))
                 yield f"chunk {dim}", lambda a=chunk: paged(*a)
+            if architecture in variants.FP8_ARCHITECTURES:
+                for dtype in (torch.bfloat16, torch.float8_e4m3fn):
+                    of = rng, dim, dtype, rng.random() < 0.5, rng.random() < 0.5
+                    yield f"fp8 {dim}", lambda a=of: fp8(*a)
             for length in (rng.choice(LENGTHS[2:]), rng.randrange(1024, 9000)):
                 yield f"linear {dim}", lambda d=dim, n=length: linear(d, n)
     of = rng, "bf16", 128, 128
@@ -344,7 +375,7 @@ def main(architecture: str, rounds: str, dim: str) -> None:
         kernels.append([launch.kernel.__name__, str(address)])  # None: of a user's function
 
     worker.pretend_gpu(architecture, look, variants.MULTIPROCESSORS[architecture])
-    for name, call in user_calls(random.Random(26), int(rounds)):
+    for name, call in user_calls(architecture, random.Random(26), int(rounds)):
         if not name.endswith(dim):
             continue
         kernels.clear()

@@ -18,6 +18,7 @@ from saccade import (
     LinearState,
     attention,
     attention_fp8,
+    attention_fp8_varlen,
     attention_paged,
     attention_varlen,
     gated_delta_rule,
@@ -610,6 +611,9 @@ class DeltaCall(NamedTuple):
         return start
 
 
+SCALES = "query_scale", "key_scale", "value_scale"
+
+
 class Fp8KernelCall(NamedTuple):
     """A call of fp8 attention."""
 
@@ -621,8 +625,13 @@ class Fp8KernelCall(NamedTuple):
     length: int = SHORT
     batch: int = 2
     heads: int = 4
+    kv_heads: int = 0  # 0: as many as query heads
+    heads_inside: bool = False  # [batch, length, heads, dim] in memory, as projections leave them
 
-    operation = "attention_fp8"
+    @property
+    def operation(self) -> str:
+        """The function that is called."""
+        return "attention_fp8_varlen" if self.packed else "attention_fp8"
 
     @property
     def name(self) -> str:
@@ -633,13 +642,12 @@ class Fp8KernelCall(NamedTuple):
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output; nothing has gradients."""
-        assert not self.packed
-        rows, scales = self._rows(device), self._scales(device)
-        output = attention_fp8(
-            *rows, query_scale=scales[0], key_scale=scales[1], value_scale=scales[2],
-            mask=self._mask(), quantize=self.quantize,
-        )  # fmt: skip
-        return output, []
+        scales = dict(zip(SCALES, self._scales(device), strict=True))
+        rows, options = self._rows(device), {"mask": self._mask(), "quantize": self.quantize}
+        if self.packed:
+            ends = self._ends(device)
+            return attention_fp8_varlen(*rows, ends, ends, **scales, **options), []
+        return attention_fp8(*rows, **scales, **options), []
 
     def _mask(self) -> Mask | None:
         if self.mask == "window":
@@ -647,29 +655,39 @@ class Fp8KernelCall(NamedTuple):
         return masks.causal() if self.mask == "causal" else None
 
     def _rows(self, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-        shape = self.batch, self.heads, self.length, self.head_dim
-        if self.packed:
-            shape = self.batch * self.length, self.heads, self.head_dim
-        query, key, value = (_untouched(shape, PAGE_DTYPES[self.dtype], device) for _ in range(3))
-        return query, key, value
+        def rows(heads: int) -> Tensor:
+            shape = self.batch, heads, self.length, self.head_dim
+            if self.packed:
+                shape = self.batch * self.length, heads, self.head_dim
+            elif self.heads_inside:
+                shape = self.batch, self.length, heads, self.head_dim
+            made = _untouched(shape, PAGE_DTYPES[self.dtype], device)
+            return made.transpose(1, 2) if self.heads_inside and not self.packed else made
+
+        of_keys = self.kv_heads or self.heads
+        return rows(self.heads), rows(of_keys), rows(of_keys)
 
     def _scales(
         self, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
         if self.dtype != "fp8":
             return None, None, None
-        query, key, value = (torch.ones(self.batch, self.heads, device=device) for _ in range(3))
+        of_keys = self.kv_heads or self.heads
+        query, key, value = (
+            torch.ones(self.batch, heads, device=device) for heads in (self.heads, of_keys, of_keys)
+        )
         return query, key, value
+
+    def _ends(self, device: torch.device) -> Tensor:
+        tokens = self.batch * self.length
+        return torch.arange(0, tokens + 1, self.length, dtype=torch.int32, device=device)
 
     def prepared(self, device: torch.device) -> StartPass:
         """Make the tensors; start passes with these."""
         from saccade.ops.attention_fp8.hopper import host as hopper_host
         from saccade.ops.attention_fp8.triton import host as triton_host
 
-        ends = None
-        if self.packed:
-            tokens = self.batch * self.length
-            ends = torch.arange(0, tokens + 1, self.length, dtype=torch.int32, device=device)
+        ends = self._ends(device) if self.packed else None
         fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)
         found = prepare_fp8(
             *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,

@@ -34,7 +34,15 @@ from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments
 from saccade.gpu.stored_code import MachineCode
 from saccade.kernel_check import worker
-from saccade.kernel_check.calls import CPU, Call, DeltaCall, KernelCall, LinearCall, PagedCall
+from saccade.kernel_check.calls import (
+    CPU,
+    Call,
+    DeltaCall,
+    Fp8KernelCall,
+    KernelCall,
+    LinearCall,
+    PagedCall,
+)
 
 SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170}
@@ -87,6 +95,10 @@ LINEAR_LENGTHS = (256, *range(1024, 8193, 512))
 
 DELTA_LENGTHS = (512, 8192, 65536)
 """Of the gated delta rule: few rows, and those of long sequences, which are cut or are not."""
+
+FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_120")
+"""Whose products of e4m3 numbers kernels use."""
+FP8_LENGTHS = (256, 4096)
 
 LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
 """What Triton is told: which line an instruction came from takes more memory than all code."""
@@ -148,6 +160,8 @@ def calls(architecture: str) -> Iterator[Listed]:
         yield from _paged(dtype, dtype == half)
     yield from _linear(half)
     yield from _delta(half)
+    if architecture in FP8_ARCHITECTURES:
+        yield from _fp8(half)
 
 
 def _of_heads(call: Any) -> Iterator[Any]:
@@ -206,6 +220,22 @@ def _delta(dtype: str) -> Iterator[Listed]:
         yield Listed(f"gated_delta_rule_step: {call.name}", partial(call.user_step, CPU))
     long = DeltaCall(128, dtype, length=65536, batch=1, heads=8, key_heads=2, heads_inside=True)
     yield Listed.of(long)
+
+
+def _fp8(dtype: str) -> Iterator[Listed]:
+    """e4m3 rows with scales, and rows of 16 bits with scales by blocks, which are quantised."""
+    for dim in (64, 128, 256):
+        for mask in ("none", "causal"):
+            for rows in (dtype, "fp8"):
+                for call in _of_heads(Fp8KernelCall(dim, rows, mask, batch=1)):
+                    for length in FP8_LENGTHS:
+                        for more in (0, NOT_ALIGNED):
+                            one = call._replace(length=length + more)
+                            yield Listed.of(one, f" {one.length} rows")
+                            inside = one._replace(heads_inside=True)
+                            yield Listed.of(inside, f" {one.length} rows heads inside")
+                            packed = one._replace(packed=True)
+                            yield Listed.of(packed, f" {one.length} rows")
 
 
 def reach(
