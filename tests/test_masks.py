@@ -1,6 +1,7 @@
 """Each mask against a double loop over pairs, written from its docstring in plain Python."""
 
 import itertools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +90,15 @@ def test_window(sizes, align, left, right):
     shift = place(align, sizes)
     rule: Rule = lambda b, h, i, j: i + shift - left <= j <= i + shift + right  # noqa: E731
     check(masks.window(left, right, align), rule, sizes)
+
+
+@pytest.mark.parametrize("far", [2**62, sys.maxsize, 2**70])
+def test_more_rows_than_there_can_be_are_all_of_them(far):
+    sizes = (1, 1, 5, 9)
+    assert seen(masks.window(far, far), sizes).all()
+    assert torch.equal(seen(masks.window(far), sizes), seen(masks.causal(), sizes))
+    layout = torch.tensor([[[[True]]]])
+    assert seen(masks.blocks(layout, far), sizes).all()
 
 
 def test_window_looks_back_only_unless_told():

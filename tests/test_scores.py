@@ -256,7 +256,7 @@ def test_one_bias_used_twice_gets_both_gradients():
 
 # ---- what the constructors refuse -------------------------------------------------------------
 
-CAP, FLOATS = "takes a finite number greater than 0", "takes a floating-point tensor"
+CAP, FLOATS = "takes a number of 1e-30 to 1e+30", "takes a floating-point tensor"
 REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str, str]] = [
     (scores.softcap, ("30",), TypeError, "cap: got '30'", CAP),
     (scores.softcap, (True,), TypeError, "cap: got True", CAP),
@@ -264,8 +264,10 @@ REFUSED: list[tuple[Any, tuple[Any, ...], type[Exception], str, str]] = [
     (scores.softcap, (torch.tensor(3.0),), TypeError, "cap: got tensor(3.)", CAP),
     (scores.softcap, (0,), ValueError, "cap: got 0", CAP),
     (scores.softcap, (-1.5,), ValueError, "cap: got -1.5", CAP),
-    (scores.softcap, (math.nan,), ValueError, "cap: got nan", "greater than 0"),
-    (scores.softcap, (math.inf,), ValueError, "cap: got inf", "greater than 0"),
+    (scores.softcap, (math.nan,), ValueError, "cap: got nan", CAP),
+    (scores.softcap, (math.inf,), ValueError, "cap: got inf", CAP),
+    (scores.softcap, (1e300,), ValueError, "cap: got 1e+300", CAP),
+    (scores.softcap, (1e-300,), ValueError, "cap: got 1e-300", CAP),
     (scores.alibi, (0.5,), TypeError, "slopes: got float", FLOATS),
     (scores.alibi, (torch.ones(3).int(),), TypeError, "slopes: got torch.int32", FLOATS),
     (scores.alibi, (torch.ones(1, 3),), ValueError, "slopes: got 2 dim", "takes 1: [query_heads]"),

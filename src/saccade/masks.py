@@ -168,6 +168,16 @@ def function(body: Callable[..., Any] | None = None, *, align: str = "top_left")
     return MaskFunction(body, align)
 
 
+# Rows are fewer than 2**31, so their sums with this one stay within 64 bits.
+MOST_ROWS = 2**62 - 1
+
+
+def _rows(name: str, number: int, least: int) -> int:
+    """A number of rows; of more than there can be, such as `sys.maxsize`, it gives `MOST_ROWS`."""
+    check_whole_number(name, number, least=least)
+    return number if number < MOST_ROWS else MOST_ROWS
+
+
 def _built_in(body: Callable[..., Any], align: str, *captured: Any) -> Mask:
     """A mask of this module, whose tensors have the names of its parameters."""
     check_align(align)
@@ -245,9 +255,7 @@ def window(left: int, right: int = 0, align: str = "bottom_right") -> Mask:
                 [0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    check_whole_number("left", left, least=0)
-    check_whole_number("right", right, least=0)
-    return _built_in(_window, align, left, right)
+    return _built_in(_window, align, _rows("left", left, 0), _rows("right", right, 0))
 
 
 def prefix(lengths: Tensor, align: str = "bottom_right") -> Mask:
@@ -322,9 +330,8 @@ def blocks(layout: Tensor, block_size: int | tuple[int, int]) -> Mask:
     sizes = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(sizes) != 2:
         raise ValueError(f"block_size: got {block_size!r}, takes one number or two")
-    check_whole_number("block_size", sizes[0], least=1)
-    check_whole_number("block_size", sizes[1], least=1)
-    return _built_in(_blocks, "top_left", bools("layout", layout), *sizes)
+    query_block, kv_block = (_rows("block_size", size, 1) for size in sizes)
+    return _built_in(_blocks, "top_left", bools("layout", layout), query_block, kv_block)
 
 
 def dense(tensor: Tensor) -> Mask:

@@ -13,7 +13,6 @@ Examples:
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, overload
@@ -26,7 +25,7 @@ from saccade.modifiers.evaluate import absolute, exp, log, maximum, minimum, tak
 from saccade.modifiers.expression import Captured
 from saccade.modifiers.form import ModifierFunction, form_of, kind_of
 from saccade.modifiers.modifier import Modifier, is_plain_function, refuse_in_graphs
-from saccade.runtime.arguments import check_align, floats
+from saccade.runtime.arguments import LARGEST, SMALLEST, check_align, floats
 
 __all__ = [
     "Score",
@@ -148,11 +147,14 @@ def _bias(score, batch, head, query_row, kv_row, tensor):
 # ---- the public constructors ----------------------------------------------------------------
 
 
+CAPS = "a number of 1e-30 to 1e+30"  # as scales: beyond, float32 has no quotient by it
+
+
 def softcap(cap: float | int) -> Score:
     """Bend scores smoothly into (-cap, cap): cap · tanh(score / cap).
 
     Args:
-        cap: greater than 0, in units of the scaled score.
+        cap: 1e-30 to 1e+30, in units of the scaled score.
 
     Source: Gemma 2 (Gemma Team 2024), section 2.
 
@@ -161,9 +163,9 @@ def softcap(cap: float | int) -> Score:
         >>> output = saccade.attention(query, key, value, score=scores.softcap(30.0))
     """
     if isinstance(cap, bool) or not isinstance(cap, (int, float, torch.SymFloat)):
-        raise TypeError(f"cap: got {cap!r}, takes a finite number greater than 0")
-    if not 0 < cap < math.inf:
-        raise ValueError(f"cap: got {cap}, takes a finite number greater than 0")
+        raise TypeError(f"cap: got {cap!r}, takes {CAPS}")
+    if not SMALLEST <= cap <= LARGEST:
+        raise ValueError(f"cap: got {cap}, takes {CAPS}")
     return _built_in(_softcap, "top_left", float(cap))
 
 

@@ -330,6 +330,25 @@ def test_options_are_refused_by_name(options: Any, error: Any, message: str) -> 
         flex_attention(query[0], key[0], value[0])
 
 
+@pytest.mark.parametrize(
+    ("sizes", "options", "error", "message"),
+    [
+        ((1.5, 64), {}, TypeError, "Q_LEN: got 1.5"),
+        ((64, -1), {}, ValueError, "KV_LEN: got -1, takes a whole number of at least 0"),
+        ((64, 64), {"BLOCK_SIZE": 0}, ValueError, "BLOCK_SIZE: got 0, takes .* at least 1"),
+        ((64, 64), {"BLOCK_SIZE": (16, 16, 16)}, TypeError, "BLOCK_SIZE: got .* takes two"),
+        ((64, 64), {"B": 0}, ValueError, "B: got 0, takes a whole number of at least 1"),
+        ((64, 64), {"H": "4"}, TypeError, "H: got '4'"),
+    ],
+)
+def test_sizes_of_a_block_mask_are_refused_by_name(
+    sizes: Any, options: Any, error: Any, message: str
+) -> None:
+    given = {"B": None, "H": None, "device": "cpu", **options}
+    with pytest.raises(error, match=message):
+        create_block_mask(lambda b, h, q, kv: q >= kv, Q_LEN=sizes[0], KV_LEN=sizes[1], **given)
+
+
 # ---- PyTorch's module, torch.compile -------------------------------------------------------------
 
 

@@ -32,6 +32,7 @@ from torch.nn.attention.flex_attention import (
 
 import saccade
 from saccade import masks, scores
+from saccade.integrations.arguments import pair, whole
 
 __all__ = [
     "AuxOutput",
@@ -172,6 +173,7 @@ def create_block_mask(
 
     Raises:
         TypeError: naming the line of a function that does what cannot be known without its rows.
+        TypeError, ValueError: naming a size, what it got and what it takes.
 
     Examples:
         >>> from saccade.integrations.flex_attention import create_block_mask, flex_attention
@@ -184,9 +186,16 @@ def create_block_mask(
     """
     if device is None:
         device = torch.accelerator.current_accelerator(check_available=True) or "cpu"
-    sizes = (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else tuple(BLOCK_SIZE)
-    made = _Made(_traced_mask(mask_mod), B or 1, H or 1, device, separate_full_blocks)
-    return _TracedBlockMask(made, mask_mod, (Q_LEN, KV_LEN), sizes)
+    lengths = _size("Q_LEN", Q_LEN, 0), _size("KV_LEN", KV_LEN, 0)
+    both = (
+        (BLOCK_SIZE, BLOCK_SIZE) if isinstance(BLOCK_SIZE, int) else pair("BLOCK_SIZE", BLOCK_SIZE)
+    )
+    blocks = _size("BLOCK_SIZE", both[0], 1), _size("BLOCK_SIZE", both[1], 1)
+    batch, heads = (
+        1 if size is None else _size(name, size, 1) for name, size in (("B", B), ("H", H))
+    )
+    made = _Made(_traced_mask(mask_mod), batch, heads, device, separate_full_blocks)
+    return _TracedBlockMask(made, mask_mod, lengths, blocks)
 
 
 # ---- masks ---------------------------------------------------------------------------------------
@@ -208,6 +217,14 @@ def _traced_mask(mask_mod: Any) -> masks.Mask:
 def _traced_score(score_mod: Any) -> scores.Score:
     """The score of a function."""
     return scores.as_score(score_mod)
+
+
+def _size(name: str, size: Any, least: int) -> int:
+    """A whole number of at least `least`."""
+    number: int = whole(name, size)
+    if number < least:
+        raise ValueError(f"{name}: got {number}, takes a whole number of at least {least}")
+    return number
 
 
 class _Made(NamedTuple):

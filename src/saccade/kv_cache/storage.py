@@ -19,6 +19,7 @@ from saccade.runtime.arguments import (
     check_pages,
     check_scales,
     check_tensor,
+    refuse_recording,
     values_readable,
 )
 from saccade.runtime.call_cache import unobserved
@@ -453,6 +454,7 @@ def _write_fake(*arguments: object) -> None:
 
 
 def _check_tokens(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
+    refuse_recording("key")
     for name, rows, dim in (("key", key, "head_dim"), ("value", value, "value_dim")):
         takes = f"[tokens, kv_heads, {dim}]"
         check_tensor(name, rows, f"a tensor {takes}")

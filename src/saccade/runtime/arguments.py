@@ -131,6 +131,19 @@ PACKED_SHAPES = {
 }
 
 
+def refuse_recording(name: str) -> None:
+    """Refuse a call inside of torch.jit.trace, whose program would be wrong for other rows.
+
+    It records PyTorch's operators one by one, with lengths, tiles and offsets as they were.
+    """
+    if torch.jit.is_tracing():  # type: ignore[attr-defined]
+        raise NotImplementedError(
+            f"{name}: got one inside of torch.jit.trace, which records lengths, masks and offsets "
+            "of this call as constants; takes one of torch.export or torch.compile (PyTorch's "
+            "scaled_dot_product_attention can be traced, after sdpa.enable() too)"
+        )
+
+
 def check_tensors(
     query: Tensor,
     key: Tensor,
@@ -151,6 +164,7 @@ def check_kinds(
     dtypes: Sequence[torch.dtype] = DTYPES,
 ) -> None:
     """Refuse what is no tensor of so many dimensions, or of another dtype or device."""
+    refuse_recording("query")
     num_dims = shapes["query"].count(",") + 1
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
@@ -195,7 +209,7 @@ def check_heads(name: str, query_heads: int, kv_heads: int) -> None:
         )
 
 
-SMALLEST, LARGEST = 1e-30, 1e30  # scales: kernels hold them, times log2(e), in float32
+SMALLEST, LARGEST = 1e-30, 1e30  # scales and caps: kernels hold them, times log2(e), in float32
 SCALES = "0 or a number of 1e-30 to 1e+30 in size"
 
 

@@ -61,6 +61,7 @@ def observed() -> bool:
     return (
         torch._C._are_functorch_transforms_active()
         or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()  # type: ignore[attr-defined]
         or (torch._C._len_torch_function_stack() > 0 and _more_than_a_device())
     )
 

@@ -166,6 +166,7 @@ def prepare_paged(
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None,
 ) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
     """Check every argument of a call over pages; give its values and its config."""
+    arguments.refuse_recording("query")
     inputs = inputs._replace(query=cast(inputs.query)[0])
     longest_q, offsets = None, inputs.cu_seqlens_q
     if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:

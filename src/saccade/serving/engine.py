@@ -9,6 +9,7 @@ from typing import Any, Literal
 from typing_extensions import Unpack
 
 from saccade import PagedCache
+from saccade.serving.caller_modes import without_callers_modes
 from saccade.serving.compiled_layers import compile_layers, read_compile
 from saccade.serving.decode_steps import Decoder, read_batch_sizes, why_eager
 from saccade.serving.decoding import Lanes, Sampling, TextStream, Tokenizer, check_number
@@ -109,6 +110,7 @@ class Engine:
     cache: PagedCache
     num_pages: int
 
+    @without_callers_modes
     def __init__(  # breaks function-length: a third of it lists arguments
         self,
         model: Any,

@@ -12,6 +12,7 @@ import torch
 
 from saccade import PagedCache
 from saccade.serving import decoding
+from saccade.serving.caller_modes import without_callers_modes
 from saccade.serving.decode_steps import Decoder, LaneNumbers, Row, everyone
 from saccade.serving.decoding import Chosen, Lanes, Sampling, Traits
 from saccade.serving.model import PackedModel
@@ -156,6 +157,7 @@ class Worker:
                 **vars(counts),
             )
 
+    @without_callers_modes
     def _exclusively(self, work: Callable[[], R]) -> R:
         """Do something that changes the engine, while no other thread does."""
         with self._lock:
