@@ -1,6 +1,7 @@
 """Tiny models train with sequences sharded over processes, forked one world after another.
 
     python tests/sharded_models.py FOLDER WORLD [WORLD ...]
+    python tests/sharded_models.py FOLDER --compiled  # on one process, and in graphs on two
 
 A world of one process trains as transformers does; each rank writes losses and what its weights
 became, by model, to a file.
@@ -24,6 +25,7 @@ from saccade.integrations.transformers import register, shard_sequences
 
 STEPS = 3
 MODELS = ("llama", "gpt_oss", "packed", "unsummed")
+GRAPHS = ("layers of gemma2", "inside of llama")
 
 
 def batches(model: str) -> list[dict[str, Tensor]]:
@@ -42,13 +44,24 @@ def batches(model: str) -> list[dict[str, Tensor]]:
     return found
 
 
+def compile_inside(model: Any, part: str) -> None:
+    """Let graphs follow a model's layers, or all that is inside of its loss."""
+    torch.compiler.reset()
+    for module in [model.model] if part == "inside" else model.model.layers:
+        module.compile(backend="aot_eager", fullgraph=True)
+
+
 def trained(name: str, world: int) -> dict[str, Any]:
+    """Losses and sums of weights of a model, "part of model" in graphs."""
     torch.manual_seed(0)
-    make = getattr(tiny_models, name, tiny_models.llama)
+    part, _, of = name.rpartition(" of ")
+    make = getattr(tiny_models, of, tiny_models.llama)
     model: Any = make().float()
     if world > 1:
         group = dist.group.WORLD
         model = shard_sequences(model, group, reduce_gradients=name != "unsummed")
+        if part:
+            compile_inside(model, part)
     else:
         register()
         model.set_attn_implementation("saccade")
@@ -101,5 +114,13 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
     (folder / f"trained.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
 
 
+def run_graphs(rank: int, world: int, folder: Path) -> None:
+    with joined(rank, world, folder) if world > 1 else nullcontext():
+        said = {name: trained(name, world) for name in GRAPHS}
+    (folder / f"trained.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
+
+
 if __name__ == "__main__":
+    if sys.argv[2] == "--compiled":
+        sys.exit(run_worlds(run_graphs, Path(sys.argv[1]), [1, 2]))
     sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))

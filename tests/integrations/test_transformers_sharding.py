@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 # transformers takes seconds to import: the processes alone do so.
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
 MODELS = ("llama", "gpt_oss", "packed", "unsummed")
+GRAPHS = ("layers of gemma2", "inside of llama")
 STEPS = 3
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None
@@ -34,24 +36,28 @@ REFUSED = {
 }
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
-    folder = tmp_path_factory.mktemp("sharding")
-    program = [sys.executable, str(PROGRAM), str(folder), *map(str, WORLDS)]
+def said_by(folder: Path, worlds: Sequence[int], *program: str) -> dict[tuple[int, int], Any]:
+    """What each rank of each world says of each model."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        program, capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
+        [sys.executable, str(PROGRAM), str(folder), *program], capture_output=True, text=True,
+        timeout=300, env=environment, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return {
         (world, rank): json.loads(Path(folder / f"trained.{world}.{rank}").read_text("utf-8"))
-        for world in WORLDS
+        for world in worlds
         for rank in range(world)
     }
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_losses_are_those_of_one_process(trained: dict[tuple[int, int], Any], name: str) -> None:
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Any]:
+    return said_by(tmp_path_factory.mktemp("sharding"), WORLDS, *map(str, WORLDS))
+
+
+def assert_as_alone(trained: dict[tuple[int, int], Any], name: str) -> None:
+    """Losses and weights of several processes are those of one."""
     alone = trained[1, 0][name]
     assert len(alone["losses"]) == STEPS
     several = [ranks[name] for (world, _), ranks in trained.items() if world > 1 and name in ranks]
@@ -59,6 +65,18 @@ def test_losses_are_those_of_one_process(trained: dict[tuple[int, int], Any], na
     for found in several:
         assert found["losses"] == pytest.approx(alone["losses"], rel=0, abs=1e-5)
         assert found["weights"] == pytest.approx(alone["weights"], rel=0, abs=2e-5)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_losses_are_those_of_one_process(trained: dict[tuple[int, int], Any], name: str) -> None:
+    assert_as_alone(trained, name)
+
+
+@pytest.mark.slow  # tracing takes most of a minute
+def test_graphs_inside_of_a_model_train_as_one_process(tmp_path: Path) -> None:
+    trained = said_by(tmp_path, (1, 2), "--compiled")
+    for name in GRAPHS:
+        assert_as_alone(trained, name)
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank(

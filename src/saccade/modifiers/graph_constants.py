@@ -22,7 +22,10 @@ Result = TypeVar("Result")
 
 
 def in_graph() -> bool:
-    """Whether tensors have no numbers now: what runs is being traced."""
+    """Whether tensors have no numbers now, as AOTAutograd traces what runs. (Dynamo follows code
+    and runs none of it.)"""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return any([torch._C._get_dispatch_mode(mode) is not None for mode in TRACING])
 
 

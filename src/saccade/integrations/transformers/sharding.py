@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saccade import masks, parallel, scores
-from saccade.integrations.transformers.attention import NAME, register
+from saccade.integrations.arguments import sliding_window_mask
+from saccade.integrations.transformers.attention import CAUSAL, NAME, register
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -43,17 +44,24 @@ class ShardedRows:
     ) -> Tensor:  # fmt: skip
         """A layer's attention; see `AttentionStep`."""
         heads = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
-        plan = self.plans.get((mask, heads))
-        if plan is None:
-            names = ("query_heads", "kv_heads", "head_dim", "value_dim")
-            sizes = self.plan.sizes._replace(**dict(zip(names, heads, strict=True)))
-            seen = mask if self.documents is None else mask & self.documents
-            plan = self.plans[mask, heads] = replace(self.plan, sizes=sizes).for_mask(seen)
+        plan = self.plan_of(mask, heads)
         output = parallel.attention(
             query, key, value, plan=plan, score=score, scale=scale, sinks=sinks,
             reduce_gradients=False,
         )  # fmt: skip
         return output.transpose(1, 2)
+
+    def plan_of(self, mask: masks.Mask, heads: tuple[int, int, int, int]) -> parallel.Plan:
+        """The plan of layers with a mask and so many query and kv heads of these channels."""
+        captured = mask.captured  # of numbers alone, as a step is told windows and nothing else
+        kind = mask.key, *captured.ints, *captured.floats, heads
+        plan = None if captured.tensors else self.plans.get(kind)
+        if plan is None:
+            names = ("query_heads", "kv_heads", "head_dim", "value_dim")
+            sizes = self.plan.sizes._replace(**dict(zip(names, heads, strict=True)))
+            seen = mask if self.documents is None else mask & self.documents
+            plan = self.plans[kind] = replace(self.plan, sizes=sizes).for_mask(seen)
+        return plan
 
 
 def shard_sequences(
@@ -121,6 +129,8 @@ class _Sharded:
             "head_dim": getattr(config, "head_dim", None) or config.hidden_size // heads,
             "dtype": model.dtype,
         }
+        self.heads = heads, self.sizes["kv_heads"], *[self.sizes["head_dim"]] * 2
+        self.masks = _masks_of_layers(config)
         # What no plan takes is refused before the first step.
         self.group = parallel.plan(None, 0, mesh, method=method, **self.sizes).group
 
@@ -145,6 +155,8 @@ class _Sharded:
             }  # fmt: skip
         rows = ShardedRows(plan, documents)
         rows.plans = self.plans if documents is None else {}
+        for mask in self.masks:  # now, as a graph inside the model cannot plan
+            rows.plan_of(mask, self.heads)
         output = self.whole(
             input_ids=plan.shard(input_ids, 1), position_ids=plan.shard(position_ids, 1),
             use_cache=False, saccade_step=rows, **options,
@@ -198,6 +210,15 @@ def _check_layers(model: Any) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Conv1d):
             raise ValueError(f"model: got {name}, a convolution along rows, takes attention alone")
+
+
+def _masks_of_layers(config: Any) -> list[masks.Mask]:
+    """The masks of a model's layers, as they are told to steps."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ATTENDING[window is not None :][:1]
+    windowed = sliding_window_mask(window, True) if ATTENDING[1] in kinds else None
+    causal = CAUSAL if ATTENDING[0] in kinds else None
+    return [mask for mask in (causal, windowed) if mask is not None]
 
 
 def _documents_of(position_ids: Tensor | None) -> masks.Mask | None:
