@@ -1,6 +1,6 @@
 """Cases of calls over ranks in graphs of torch.compile: they compute what eager calls do.
 
-    python tests/parallel_compiled_cases.py FOLDER [--inductor]
+    python tests/parallel_compiled_cases.py FOLDER [--slow]
 
 Each case compiles graphs for two ranks, which takes far longer than what they compute; by Inductor,
 which compiles C++ for each, minutes.
@@ -14,20 +14,32 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import recurrence_cases
 import torch
 import torch.distributed as dist
-from parallel_cases import DENSE, PACKED, case, known, planned, refused, results, run_rank
+from parallel_cases import (
+    DENSE,
+    PACKED,
+    TRIPLES,
+    case,
+    known,
+    planned,
+    refused,
+    results,
+    run_rank,
+)
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from worlds import run_worlds
 
 from saccade import masks, parallel, scores
 from saccade.parallel.dtensors import as_dtensor
+from saccade.testing import make_delta_case, make_linear_case
 from saccade.testing.cases import Case
 
 WORLD = 2
 CASES: dict[str, Callable[[Any], None]] = {}
-INDUCTOR_CASES: dict[str, Callable[[Any], None]] = {}
+SLOW_CASES: dict[str, Callable[[Any], None]] = {}
 SIZES: Any = {"query_heads": 4, "kv_heads": 2, "head_dim": 8}
 
 
@@ -70,7 +82,7 @@ GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
 }  # fmt: skip
 for _name, (_method, _description, _options) in GRAPHS.items():
-    for _backend, _cases in (("aot_eager", CASES), ("inductor", INDUCTOR_CASES)):
+    for _backend, _cases in (("aot_eager", CASES), ("inductor", SLOW_CASES)):
 
         @case(
             f"a graph {_name}", _method, _description, _backend, _options, cases=[_cases],
@@ -120,7 +132,7 @@ def _graphs_differ(group: Any) -> None:
     torch.testing.assert_close(graph(query, 1.0), attend(query, 1.0))  # and go on
 
 
-@case("a graph of DTensors of a plan's rows", cases=[CASES])
+@case("a graph of DTensors of a plan's rows", cases=[SLOW_CASES])
 def _dtensors_in_graph(group: Any) -> None:
     mesh = DeviceMesh.from_group(group, "cpu")
     plan = parallel.plan(masks.causal(), 13, group, method="ulysses", **SIZES)
@@ -134,7 +146,54 @@ def _dtensors_in_graph(group: Any) -> None:
     torch.testing.assert_close(found.to_local(), attend(query, key))
 
 
+# Decay by row and by head, a state before, packed pieces; one runs each time.
+RECURRENCES: dict[str, dict[str, Any]] = {
+    "linear attention": {
+        "kind": "linear", "lengths": ((24, 24),), "decay": "heads", "state": True, "batch": 1,
+    },
+    "packed linear attention": {
+        "kind": "linear", "lengths": TRIPLES, "packed": True, "decay": "rows", "state": True,
+    },
+    "the gated delta rule": {
+        "kind": "delta", "lengths": (40,), "decay": "heads", "state": True, "normalize_qk": True,
+    },
+    "linear attention to all keys": {
+        "kind": "linear", "lengths": ((3, 3),), "causal": False, "feature_map": "exp", "batch": 1,
+    },
+}  # fmt: skip
+for _number, (_name, _description) in enumerate(RECURRENCES.items()):
+
+    @case(f"a graph of {_name}", _description, cases=[SLOW_CASES if _number else CASES])
+    def _recurrence(group: Any, described: dict[str, Any]) -> None:
+        description = dict(described)
+        make: Any = make_linear_case if description.pop("kind") == "linear" else make_delta_case
+        made = make(**description)
+        found = recurrence_cases.results(made, group, compiled)
+        eager = recurrence_cases.results(made, group)
+        torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
+
+
+@case("recurrences whose graphs differ", cases=[SLOW_CASES])
+def _recurrences_differ(group: Any) -> None:
+    rank = dist.get_rank(group)
+    plan = parallel.plan(masks.causal(), 24, group)
+    rows = torch.rand(1, 2, 12, 8)
+
+    def scan(query: Any, **options: Any) -> Any:
+        return parallel.linear_attention(query, rows, rows, plan=plan, **options)
+
+    graph = compiled(scan)
+    texts = ["options: got {", "'eps': 0.5"]
+    refused(ValueError, texts, lambda: graph(rows, eps=0.5 + rank))
+    text = "query: got 11 rows on rank 1, takes the plan's 12"
+    texts = [text] if rank else ["another rank could not begin this call: rank 1: ValueError", text]
+    refused(ValueError, texts, lambda: graph(rows[:, :, rank:]))
+    refused(Exception, ["feature_map: got ReLU inside torch.compile, takes a name there"],
+            lambda: graph(rows, feature_map=torch.nn.ReLU()))  # fmt: skip
+    torch.testing.assert_close(graph(rows), scan(rows))  # and go on
+
+
 if __name__ == "__main__":
-    chosen = INDUCTOR_CASES if sys.argv[2:] == ["--inductor"] else CASES
+    chosen = SLOW_CASES if sys.argv[2:] == ["--slow"] else CASES
     run = functools.partial(run_rank, cases=chosen)
     sys.exit(run_worlds(run, Path(sys.argv[1]), [WORLD]))

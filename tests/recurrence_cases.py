@@ -39,8 +39,11 @@ def shard(plan: parallel.Plan, name: str, tensor: Tensor, packed: bool) -> Tenso
     return plan.shard(tensor, 0 if packed else 2)
 
 
-def results(made: Any, group: Any, **options: Any) -> dict[str, Tensor]:
-    """Output, last state and gradients of the whole, from every rank's part of them."""
+def results(made: Any, group: Any, compiled: Any = None, **options: Any) -> dict[str, Tensor]:
+    """Output, last state and gradients of the whole, from every rank's part of them.
+
+    compiled: what makes a graph of a call.
+    """
     packed = made.cu_seqlens is not None
     rows = 0 if packed else made.tensors["key"].shape[2]
     plan = plan_of(group, packed, rows)
@@ -55,6 +58,7 @@ def results(made: Any, group: Any, **options: Any) -> dict[str, Tensor]:
     kind = "linear" if isinstance(made, LinearCase) else "delta"
     name = "linear_attention" if kind == "linear" else "gated_delta_rule"
     call = getattr(parallel, name + "_varlen" * packed)
+    call = call if compiled is None else compiled(call)
     positional = positional[: 3 if kind == "linear" else 4]
     keywords["return_state"] = True
     output, state = call(*positional, plan=plan, **keywords, **options)

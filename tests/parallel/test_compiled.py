@@ -33,7 +33,7 @@ def test_graphs_compute_what_eager_calls_do(
 
 
 @pytest.mark.slow  # a C++ compiler's minutes
-def test_graphs_of_inductor_do_too(tmp_path: Path) -> None:
-    program = [compiled_cases.__file__, "--inductor"]
+def test_graphs_of_inductor_and_of_more_calls_do_too(tmp_path: Path) -> None:
+    program = [compiled_cases.__file__, "--slow"]
     found = answers_of(program, tmp_path, [compiled_cases.WORLD], 900)
-    assert found == {which: dict.fromkeys(compiled_cases.INDUCTOR_CASES, "") for which in RANKS}
+    assert found == {which: dict.fromkeys(compiled_cases.SLOW_CASES, "") for which in RANKS}

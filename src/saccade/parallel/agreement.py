@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from saccade.modifiers.expression import Captured
+from saccade.modifiers.graph_constants import outside_graph
 from saccade.modifiers.modifier import written
 
 LOOK = timedelta(seconds=0.5)  # how long a note of another rank is waited for
@@ -57,6 +58,7 @@ def checked_plan(plan: Any) -> None:
         )
 
 
+@outside_graph
 def dealt_facts(plan: Any) -> dict[str, str]:
     """How many rows there are and where they lie, in words."""
     known = plan.memory.get("dealt facts")

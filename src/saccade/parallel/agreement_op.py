@@ -22,6 +22,14 @@ FAULTS = {error.__name__: error for error in (TypeError, ValueError, NotImplemen
 _memory: weakref.WeakKeyDictionary[Any, dict[Any, Any]] = weakref.WeakKeyDictionary()  # by group
 
 
+class GraphFault(Exception):
+    """Why a rank cannot begin a call of a graph; other ranks learn of it when the graph runs."""
+
+    def __init__(self, error: Exception, facts: Mapping[str, str]) -> None:
+        super().__init__(str(error))
+        self.error, self.facts = error, facts
+
+
 class Ranks(NamedTuple):
     """The ranks of a graph's calls: what `agree` reads of a plan, which need not live as long."""
 

@@ -31,6 +31,7 @@ from saccade.parallel.recurrence import (
     tied,
     wanted_gradients,
 )
+from saccade.parallel.recurrence_graph import COMPUTED, into_graph
 from saccade.runtime.arguments import check_flag
 
 TAKEN = {*api.DeltaOptions.__annotations__, "return_state", "reduce_gradients"}
@@ -142,13 +143,24 @@ class _Transitions(NamedTuple):
 def _called(
     name: str, tensors: tuple[Tensor, ...], plan: Plan, rows: Rows, options: dict[str, Any]
 ) -> Any:
+    if torch.compiler.is_compiling():
+        return into_graph(name, tensors, plan, rows, options)
+    return _computed(name, tensors, plan, rows, options)
+
+
+def _computed(
+    name: str, tensors: tuple[Tensor, ...], plan: Plan, rows: Rows, options: dict[str, Any]
+) -> Any:
     call: _Call
-    call, return_state = agreed(
+    call, return_state, compared = agreed(
         name, plan, tensors[0], options, TAKEN,
         lambda given, return_state: _prepared(tensors, plan, rows, given, return_state),
     )  # fmt: skip
     route = route_of(plan, every=return_state)
-    arrived = spread(plan, call.transitions.flat(), route.counts)
+    if not sum(route.counts):
+        query, key, value, beta = call.tensors
+        call = call._replace(tensors=(query, compared(key), value, beta))
+    arrived = spread(plan, call.transitions.flat(), route.counts, compared)
     transitions = call.transitions.unflat(arrived)
     states = [
         _after(transitions, before, _entry(call.initial, piece.sequence, rows))
@@ -283,5 +295,7 @@ def _stacked(states: list[Tensor | None], like: _Transitions) -> Tensor | None:
     nothing = like.added.new_zeros(like.added.shape[1:])
     return torch.cat([nothing if each is None else each.to(nothing.dtype) for each in states])
 
+
+COMPUTED |= dict.fromkeys(("gated_delta_rule", "gated_delta_rule_varlen"), _computed)
 
 __all__ = ["gated_delta_rule", "gated_delta_rule_varlen"]

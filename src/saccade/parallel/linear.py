@@ -29,6 +29,7 @@ from saccade.parallel.recurrence import (
     tied,
     wanted_gradients,
 )
+from saccade.parallel.recurrence_graph import COMPUTED, into_graph
 from saccade.runtime.arguments import check_flag
 from saccade.runtime.spec import LinearState
 
@@ -153,14 +154,26 @@ def _called(
     name: str, tensors: tuple[Tensor, Tensor, Tensor], plan: Plan, rows: Rows,
     options: dict[str, Any],
 ) -> Any:  # fmt: skip
+    if torch.compiler.is_compiling():
+        return into_graph(name, tensors, plan, rows, options)
+    return _computed(name, tensors, plan, rows, options)
+
+
+def _computed(
+    name: str, tensors: tuple[Tensor, Tensor, Tensor], plan: Plan, rows: Rows,
+    options: dict[str, Any],
+) -> Any:  # fmt: skip
     call: _Call
-    call, return_state = agreed(
+    call, return_state, compared = agreed(
         name, plan, tensors[0], options, TAKEN,
         lambda given, return_state: _prepared(tensors, plan, rows, given, return_state),
     )  # fmt: skip
     route = _route(plan, call.causal, return_state)
     own = call.transitions
-    arrived = spread(plan, own.flat(), route.counts)
+    if not sum(route.counts):
+        query, key, value = call.tensors
+        call = call._replace(tensors=(query, compared(key), value))
+    arrived = spread(plan, own.flat(), route.counts, compared)
     all_transitions = own.unflat(arrived)
     states = _states_before(call, route, all_transitions, rows)
     output = _outputs(call, route, states, rows)
@@ -407,5 +420,7 @@ def _last_state(call: _Call, route: Route, arrived: _Transitions, rows: Rows) ->
     stacked = _stacked(found, call.transitions)
     return stacked if stacked is not None else LinearState(*arrived.picked([])[:2])
 
+
+COMPUTED |= dict.fromkeys(("linear_attention", "linear_attention_varlen"), _computed)
 
 __all__ = ["linear_attention", "linear_attention_varlen"]

@@ -16,15 +16,18 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, reporting
-from saccade.parallel.exchange import Counts, Message
+from saccade.modifiers.graph_constants import in_graph, outside_graph
+from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts
+from saccade.parallel.agreement_op import GraphFault, agreed_in_graph
+from saccade.parallel.exchange import Counts, Message, summed_over_ranks, waiting_for
 from saccade.parallel.planner import Plan
 from saccade.runtime import shards
 from saccade.runtime.arguments import check_flag
 from saccade.runtime.spec import accumulate_dtype
+
+Compared = Callable[[Tensor], Tensor]
 
 # ---- pieces --------------------------------------------------------------------------------------
 
@@ -51,6 +54,7 @@ class Piece(NamedTuple):
         return self.end - self.first
 
 
+@outside_graph
 def pieces_of(plan: Plan) -> list[Piece]:
     """The pieces of all ranks, in the order of rows."""
     known = plan.memory.get("pieces")
@@ -96,6 +100,7 @@ class Route(NamedTuple):
     all_of: list[list[int]]
 
 
+@outside_graph
 def route_of(plan: Plan, every: bool) -> Route:
     """The route of a plan.
 
@@ -138,10 +143,12 @@ class _Spread(torch.autograd.Function):
     """Rows of all ranks, those of rank 0 first; gradients are summed over ranks, in their order."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, rows: Tensor, counts: list[int]) -> Tensor:
+    def forward(
+        ctx: Any, plan: Plan, rows: Tensor, counts: list[int], compared: Compared
+    ) -> Tensor:
         ctx.plan, ctx.counts = plan, counts
         ctx.message = Counts([len(rows)] * plan.ranks, counts)
-        sent = rows.repeat(plan.ranks, 1)
+        sent = compared(rows.repeat(plan.ranks, 1))
         return Message(plan, sent, ctx.message, "transitions of states").wait()
 
     @staticmethod
@@ -149,7 +156,7 @@ class _Spread(torch.autograd.Function):
         (grad,) = grads
         what = "gradients of transitions of states"
         found = Message(ctx.plan, grad, ctx.message.back, what).wait()
-        return None, found.unflatten(0, (ctx.plan.ranks, -1)).sum(0), None
+        return None, found.unflatten(0, (ctx.plan.ranks, -1)).sum(0), None, None
 
 
 class _SummedTogether(torch.autograd.Function):
@@ -168,8 +175,7 @@ class _SummedTogether(torch.autograd.Function):
         dtypes = [grad.dtype for grad in grads]
         wide = max(map(accumulate_dtype, dtypes), key=lambda dtype: dtype.itemsize)
         total = torch.cat([grad.flatten().to(wide) for grad in grads])
-        with reporting(ctx.plan, "gradients of what every rank has"):
-            dist.all_reduce(total, group=ctx.plan.group)
+        total = summed_over_ranks(ctx.plan, total)
         parts = total.split([grad.numel() for grad in grads])
         found = [part.view_as(grad).to(grad.dtype) for part, grad in zip(parts, grads, strict=True)]
         return None, *found
@@ -185,12 +191,30 @@ def summed_together(plan: Plan, tensors: Mapping[str, Tensor | None]) -> dict[st
     return found
 
 
-def spread(plan: Plan, rows: Tensor, counts: list[int]) -> Tensor:
-    """The rows of all ranks, [sum of counts, numbers]; nothing is sent where there are none."""
+def spread(plan: Plan, rows: Tensor, counts: list[int], compared: Compared) -> Tensor:
+    """The rows of all ranks, [sum of counts, numbers]; nothing is sent where there are none.
+
+    compared: as `agreed` gives it.
+    """
     if plan.ranks == 1 or not sum(counts):
         return rows
-    found: Any = _Spread.apply(plan, rows, counts)
+    found: Any = _Spread.apply(plan, rows, counts, compared)
     return found
+
+
+class _Tied(torch.autograd.Function):
+    """`tied` in graphs, which would see that these gradients are 0 and wait for nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
+        ctx.likes = [(each.shape, each.dtype) for each in others]
+        return waiting_for(tensor, *others)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        zeros = [grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.likes]
+        return grad, *[waiting_for(each, grad) for each in zeros]
 
 
 def tied(tensor: Tensor, *others: Tensor | None) -> Tensor:
@@ -198,6 +222,10 @@ def tied(tensor: Tensor, *others: Tensor | None) -> Tensor:
 
     So every rank comes to a message of the backward pass, whether its rows need what came or not.
     """
+    if in_graph():
+        wanted = [each for each in others if each is not None and each.requires_grad]
+        found: Any = _Tied.apply(tensor, *wanted)
+        return found
     for other in others:
         if other is not None and other.requires_grad:
             tensor = tensor + other.flatten()[:0].sum().to(tensor.dtype)
@@ -270,9 +298,10 @@ def check_rows(plan: Plan, tensors: Mapping[str, Tensor | None], rows: Rows) -> 
 def agreed(
     name: str, plan: Plan, first: Any, options: Mapping[str, Any], taken: Set[str],
     prepare: Callable[[dict[str, Any], bool], tuple[Any, dict[str, str]]],
-) -> tuple[Any, bool]:  # fmt: skip
+) -> tuple[Any, bool, Compared]:  # fmt: skip
     """What `prepare` gives, once all ranks have found that their calls fit together; and whether
-    the last state is asked for.
+    the last state is asked for. In a graph ranks compare later: the third is for the first rows
+    that are sent, or for the keys where none are.
 
     first: the call's first tensor, whose device says where ranks compare.
     options: of the call, whose names must be among those taken.
@@ -288,13 +317,18 @@ def agreed(
         found, facts = prepare(given, return_state)
     except (TypeError, ValueError, NotImplementedError) as error:
         fault = error  # others learn of it before they wait for this rank
+    facts = {"call": name, **dealt_facts(plan), **facts}
+    if plan.ranks > 1 and in_graph():
+        if fault is not None:
+            raise GraphFault(fault, facts)
+        return found, return_state, lambda rows: agreed_in_graph(plan, facts, None, rows)
     if plan.ranks > 1:
         begin(plan, name)
         where = first.device if isinstance(first, Tensor) else torch.device("cpu")
-        agree(plan, {"call": name, **dealt_facts(plan), **facts}, fault, where)
+        agree(plan, facts, fault, where)
     if fault is not None:
         raise fault
-    return found, return_state
+    return found, return_state, lambda rows: rows
 
 
 def check_initial(
@@ -306,7 +340,7 @@ def check_initial(
     if decay is not None and decay.dim() > 1:  # one for each row
         decay = decay.narrow(rows.dim, 0, 0)
     if plan.cu_seqlens is not None:
-        nothing.append(torch.zeros_like(plan.cu_seqlens, device=nothing[0].device))
+        nothing.append(nothing[0].new_zeros(len(plan.cu_seqlens), dtype=torch.int32))
     call(*nothing, decay=decay, initial_state=initial, **options)
 
 
