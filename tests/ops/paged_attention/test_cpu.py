@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import saccade
-from saccade.ops.paged_attention import cpu as paged_cpu
-from saccade.ops.paged_attention.cpu import COPIED_ROWS, PageReader, Piece, Scratch
+from saccade.ops.paged_attention.cpu import groups as paged_groups
+from saccade.ops.paged_attention.cpu.pages import COPIED_ROWS, PageReader, Piece, Scratch
 from saccade.runtime.spec import PagedInputs
 from saccade.runtime.validation import prepare_paged
 from saccade.testing import assert_exact, make_paged_case
@@ -18,21 +18,21 @@ def groups_of(**description):
     case = make_paged_case(**{"lengths": RAGGED, "packed": True, **description})
     inputs, variant = case.prepared()
     lens = [rows for rows, _ in case.description.lengths]
-    return paged_cpu.short_groups(inputs, variant, lens)
+    return paged_groups.short_groups(inputs, variant, lens)
 
 
 def test_single_rows_of_short_sequences_are_a_group_in_their_order():
-    assert groups_of() == [paged_cpu.Group([0, 1, 2, 4], 64)]
+    assert groups_of() == [paged_groups.Group([0, 1, 2, 4], 64)]
 
 
 def test_groups_hold_no_more_than_is_copied_at_once(monkeypatch):
     of_row = 2 * 2 * 16
-    monkeypatch.setattr(paged_cpu, "COPIED", 2 * 40 * of_row)
+    monkeypatch.setattr(paged_groups, "COPIED", 2 * 40 * of_row)
     found = groups_of(kv_heads=2, head_dim=16, value_dim=16)
     assert found == [
-        paged_cpu.Group([1, 2], 17),
-        paged_cpu.Group([0], 40),
-        paged_cpu.Group([4], 64),
+        paged_groups.Group([1, 2], 17),
+        paged_groups.Group([0], 40),
+        paged_groups.Group([4], 64),
     ]
 
 
@@ -78,7 +78,7 @@ def test_result_is_the_references_and_nothing_hidden_shows(packed, sinks, mask):
 
 def planned(case):
     inputs, variant = case.prepared()
-    return paged_cpu.planned_groups(inputs, variant, None)
+    return paged_groups.planned_groups(inputs, variant, None)
 
 
 def test_masks_that_differ_between_heads_are_left_to_the_others():
@@ -91,7 +91,7 @@ def test_masks_that_differ_between_heads_are_left_to_the_others():
     given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]
     options = {"mask": of_head(), "scale": None, "batch_invariant": False, "return_lse": False}
     inputs, variant, *_ = prepare_paged(inputs, score=None, config=None, **options)
-    assert paged_cpu.planned_groups(inputs, variant, None) == []
+    assert paged_groups.planned_groups(inputs, variant, None) == []
     found = saccade.attention_paged(*given, mask=of_head(), implementation="cpu")
     wanted = saccade.attention_paged(*given, mask=of_head(), implementation="reference")
     torch.testing.assert_close(found, wanted)
@@ -102,17 +102,17 @@ def test_layers_share_a_plan_until_lengths_or_pages_change():
     inputs, variant = case.prepared()
     (group,) = planned(case)
     again = inputs._replace(kv_lens=inputs.kv_lens.clone(), query=inputs.query + 1)
-    assert paged_cpu.planned_groups(again, variant, None)[0] is group
+    assert paged_groups.planned_groups(again, variant, None)[0] is group
     again.kv_lens[0] -= 1  # a plan goes by what is in the tensors, not by the tensors
-    (shorter,) = paged_cpu.planned_groups(again, variant, None)
-    assert isinstance(shorter, paged_cpu.PlannedGroup)
+    (shorter,) = paged_groups.planned_groups(again, variant, None)
+    assert isinstance(shorter, paged_groups.PlannedGroup)
     assert shorter.kv_len == 39
     swapped = inputs._replace(page_table=inputs.page_table.clone())
     swapped.page_table[0, :2] = inputs.page_table[0, :2].flip(0)
-    (other,) = paged_cpu.planned_groups(swapped, variant, None)
-    assert isinstance(group, paged_cpu.PlannedGroup)
-    assert isinstance(other, paged_cpu.PlannedGroup)
-    assert not torch.equal(other.key_parts, group.key_parts)
+    (other,) = paged_groups.planned_groups(swapped, variant, None)
+    assert isinstance(group, paged_groups.PlannedGroup)
+    assert isinstance(other, paged_groups.PlannedGroup)
+    assert not torch.equal(other.key_parts.numbers, group.key_parts.numbers)
 
 
 def test_plans_refuse_what_is_not_in_the_pages():
@@ -128,7 +128,7 @@ def test_plans_refuse_what_is_not_in_the_pages():
 @pytest.mark.parametrize("mask", ["none", "causal", "window"])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_longer_sequences_are_read_where_they_lie(monkeypatch, page_size, mask, packed):
-    monkeypatch.setattr(paged_cpu, "SHORT", 20 * 2 * 2 * 16)
+    monkeypatch.setattr(paged_groups, "SHORT", 20 * 2 * 2 * 16)
     case = make_paged_case(
         lengths=((1, 40), (1, 17), (1, 33), (1, 9), (2, 30)), packed=packed, mask=mask,
         page_size=page_size, kv_heads=2, head_dim=16, value_dim=16, scattered=False,
@@ -141,7 +141,7 @@ def test_longer_sequences_are_read_where_they_lie(monkeypatch, page_size, mask, 
     ends = None if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q.tolist()
     kinds = [
         (type(group).__name__, group.sequences)
-        for group in paged_cpu.planned_groups(inputs, variant, ends)
+        for group in paged_groups.planned_groups(inputs, variant, ends)
     ]
     assert kinds == [("PlannedGroup", [1, 3]), ("ViewedGroup", [0, 2])]
     assert_exact(case, "cpu")
@@ -216,3 +216,67 @@ def test_pieces_hold_the_rows(memory, scattered, page_size, fixed):
     wanted = given.key_pages[page, :, row % page_size].transpose(0, 1)
     assert torch.equal(torch.cat(found, dim=2)[0], wanted)
     assert COPIED_ROWS == 1024
+
+
+CHUNKS = ((5, 21), (4, 4), (1, 9), (7, 19), (3, 30), (1, 1), (0, 6), (6, 22))
+
+
+def chunks_case(**description):
+    return make_paged_case(**{"lengths": CHUNKS, "packed": True, **description})
+
+
+def test_chunks_of_alike_sizes_are_groups_and_lone_ones_are_not():
+    inputs, _ = chunks_case().prepared()
+    rows = [rows for rows, _ in CHUNKS]
+    assert paged_groups.chunk_groups(inputs, rows) == [
+        [0, 1, 3, 7]
+    ]  # 30 keys would double the pairs
+    assert paged_groups.chunk_groups(inputs, [1] * 8) == []
+    assert paged_groups.chunk_groups(inputs, [300, 4, 1, 7, 1, 1, 0, 1]) == [[1, 3]]
+
+
+@pytest.mark.parametrize("sinks", [False, True])
+@pytest.mark.parametrize("mask", ["none", "causal", "window"])
+@pytest.mark.parametrize("memory", MEMORIES)
+def test_chunks_side_by_side_are_exact(memory, mask, sinks):
+    case = chunks_case(mask=mask, sinks=sinks, memory=memory)
+    inputs, variant = case.prepared()
+    ends = [0, 5, 9, 10, 17, 20, 21, 21, 27]
+    kinds = [type(group).__name__ for group in paged_groups.planned_groups(inputs, variant, ends)]
+    assert kinds == ["PlannedGroup", "ChunkGroup"]
+    assert_exact(case, "cpu")
+
+
+def test_what_a_chunk_hides_does_not_show():
+    lens, counts = [11, 14, 9], [5, 6, 4]
+    generator = torch.Generator().manual_seed(0)
+    key_pages, value_pages = torch.randn(2, 12, 2, 4, 8, generator=generator, dtype=torch.float64)
+    table = torch.tensor([[3, 7, 1, 0], [2, 5, 9, 11], [4, 8, 10, -1]], dtype=torch.int32)
+    key_pages[1, :, 3:] = value_pages[1, :, 3:] = torch.nan  # behind the first one's end
+    key_pages[10, :, 0] = value_pages[10, :, 0] = torch.inf  # the last one's last row alone sees it
+    query = torch.randn(sum(counts), 4, 8, generator=generator, dtype=torch.float64)
+    given = (query, key_pages, value_pages, table, torch.tensor(lens, dtype=torch.int32))
+    ends = torch.tensor([0, 5, 11, 15], dtype=torch.int32)
+    options = {"cu_seqlens_q": ends, "causal": True, "return_lse": True}
+    found = saccade.attention_paged(*given, implementation="cpu", **options)
+    wanted = saccade.attention_paged(*given, implementation="reference", **options)
+    torch.testing.assert_close(found, wanted, equal_nan=True)
+    assert found[0][:14].isfinite().all()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_plans_are_of_one_memory_layout(packed):
+    lengths = ((1, 40), (1, 17)) if not packed else ((1, 40), (1, 17), (3, 9), (4, 8))
+    case = make_paged_case(lengths=lengths, packed=packed)
+    inputs, _ = case.prepared()
+    given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]
+    options = {"cu_seqlens_q": inputs.cu_seqlens_q, "causal": True}
+    wanted = saccade.attention_paged(*given, implementation="reference", **options)
+    orders = (0, 1, 2, 3), (1, 0, 2, 3), (2, 0, 1, 3), (0, 2, 1, 3), (1, 2, 3, 0)
+    for order in orders:  # how the dimensions lie in memory
+        back = [order.index(dim) for dim in range(4)]
+        for number in (1, 2):
+            given[number] = given[number].permute(order).contiguous().permute(back)
+        torch.testing.assert_close(
+            saccade.attention_paged(*given, implementation="cpu", **options), wanted
+        )

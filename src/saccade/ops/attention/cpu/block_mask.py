@@ -51,16 +51,16 @@ class Remembered(Generic[Result]):
 
     def get(self, key: Hashable, tensors: Sequence[Tensor], make: Callable[[], Result]) -> Result:
         """The result that is known, or a new one of `make`, which must depend on nothing else."""
-        compared = sum(tensor.numel() for tensor in tensors) <= MOST_COMPARED
-        if not compared or any(tensor.is_floating_point() for tensor in tensors):
-            return make()  # of real numbers 0.0 and -0.0 are equal
-        key = (key, *((tensor.shape, tensor.dtype) for tensor in tensors))
+        key = (key, *[(tensor.shape, tensor.dtype) for tensor in tensors])
         found = self.entries.get(key)
         if found is not None and all(map(torch.equal, found.tensors, tensors)):
             with self.lock:
                 if key in self.entries:
                     self.entries.move_to_end(key)
             return found.result
+        compared = sum(tensor.numel() for tensor in tensors) <= MOST_COMPARED
+        if not compared or any(tensor.is_floating_point() for tensor in tensors):
+            return make()  # of real numbers 0.0 and -0.0 are equal
         with torch.inference_mode(False), torch.no_grad():  # it must serve everywhere
             copies = [tensor.clone() for tensor in tensors]
             result = make()

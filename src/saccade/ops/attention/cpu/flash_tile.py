@@ -144,31 +144,31 @@ def forward(
 
 
 def forward_rows(
-    query: Float[Tensor, "batch query_heads dim"],
+    query: Float[Tensor, "batch query_heads *one dim"],
     key: Float[Tensor, "batch kv_heads keys dim"],
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     scale: float,
-    bias: Float[Tensor, "batch 1 1 keys"] | None,
-) -> tuple[Float[Tensor, "batch query_heads value_dim"], Float[Tensor, "batch query_heads"]]:
+    bias: Float[Tensor, "batch 1 heads_per_kv_head keys"] | None,
+) -> tuple[Float[Tensor, "batch query_heads 1 value_dim"], Float[Tensor, "batch query_heads 1"]]:
     """`forward` for one query row of each sequence.
 
     bias: 0 where visible, -inf where hidden; None: all are visible. A row must see some key.
     """
-    batch, heads, _ = query.shape
+    batch, heads, head_dim = query.shape[0], query.shape[1], query.shape[-1]
     kv_heads, value_dim = key.shape[1], value.shape[-1]
-    dim, packing = max(query.shape[-1], value_dim), heads // kv_heads
+    dim = max(head_dim, value_dim)
     query, scale = _with_positive_scale(query, scale)
     output, lse = _forward(
-        _widen(query, dim).reshape(batch, kv_heads, packing, dim),
+        _widen(query, dim).reshape(batch, kv_heads, heads // kv_heads, dim),
         _widen(key, dim),
         _widen(value, dim),
         0.0,
         False,
-        attn_mask=None if bias is None else bias.expand(-1, -1, packing, -1),
+        attn_mask=bias,
         scale=scale,
     )
-    output = output.reshape(batch, heads, dim)
-    return output if value_dim == dim else output[..., :value_dim], lse.reshape(batch, heads)
+    output = output.reshape(batch, heads, 1, dim)
+    return output if value_dim == dim else output[..., :value_dim], lse.reshape(batch, heads, 1)
 
 
 def backward(

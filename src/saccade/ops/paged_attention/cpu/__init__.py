@@ -1,0 +1,1 @@
+"""Attention over pages in PyTorch, for machines without a GPU."""
