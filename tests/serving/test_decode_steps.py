@@ -113,6 +113,47 @@ def test_what_is_cancelled_while_its_token_is_under_way_harms_no_other(after):
     served.assert_nothing_is_held(engine)
 
 
+@pytest.mark.parametrize("run_ahead", [False, True])
+def test_pages_may_be_moved_between_steps(run_ahead):
+    engine = served.engine(num_pages=400, run_ahead=run_ahead)
+    asked = [engine.submit(prompt, **GREEDY) for prompt in served.prompts()]
+    moved = 0
+    while engine.step():
+        moved += engine.cache.compact()
+    assert moved > 0
+    assert [each.result().tokens for each in asked] == served.wanted("llama", NEW)
+
+
+def test_rows_are_said_anew_after_an_exception(monkeypatch):
+    engine = served.engine(num_pages=400, page_size=1)  # then one token is left to compute again
+    asked = [engine.submit(prompt, **GREEDY) for prompt in served.prompts()]
+    for _ in range(5):
+        engine.step()
+    commit = Scheduler.commit
+
+    def fail(scheduler, chunks):
+        commit(scheduler, chunks)
+        raise RuntimeError("between a step and the next")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Scheduler, "commit", fail)
+        with pytest.raises(RuntimeError, match="between"):
+            engine.step()
+    assert [each.result().tokens for each in asked] == served.wanted("llama", NEW)
+
+
+def test_rows_that_go_on_are_not_said_anew(monkeypatch):
+    written = list[int]()
+    write = decode_steps.Inbox.write
+    monkeypatch.setattr(
+        decode_steps.Inbox, "write", lambda *given: (written.append(given[1]), write(*given))
+    )
+    engine = served.engine(num_pages=400)
+    engine.generate(served.prompts()[:3], max_new_tokens=30, stop_tokens=())
+    # The prompts' step, the first that decodes, and those whose pages no longer fit the tables.
+    assert len(written) <= 3 * 5
+
+
 def test_beginnings_that_were_written_ahead_are_found_again():
     engine = served.engine(num_pages=64, run_ahead=True)
     prompt = served.prompts()[3]

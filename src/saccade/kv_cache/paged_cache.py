@@ -414,6 +414,14 @@ class PagedCache:
         one for each group."""
         return self._by_group([_page_numbers(group.find(sequence)) for group in self.groups])
 
+    @property
+    def replaced_pages(self) -> int:
+        """How many pages of sequences were replaced by others so far: copied on write, moved, or
+        swapped in. Between equal numbers a sequence's pages only get more behind them, and are let
+        go of in front."""
+        names = "copied", "moved", "swapped_in"
+        return sum([group.counts[name] for group in self.groups for name in names])
+
     @locked
     def state_numbers(self, sequences: Sequence[int]) -> list[int]:
         """Where in `states` each sequence has its own; they hold until it changes, as slots do.
@@ -592,9 +600,12 @@ def _new_tokens(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:
     """
     found: dict[int, Tokens] = {}
     for sequence, new in tokens.items():
-        if isinstance(new, int):
-            check_whole_number("tokens", new, least=0)
-        found[sequence] = new if isinstance(new, int) else _token_list(new)
+        if type(new) is not int or new < 0:  # else it is a number of them, as in most calls
+            if isinstance(new, int):
+                check_whole_number("tokens", new, least=0)
+            else:
+                new = _token_list(new)
+        found[sequence] = new
     return found
 
 

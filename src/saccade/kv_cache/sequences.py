@@ -131,6 +131,8 @@ class Group:
         held.written = held.length
         if not self.prefix_caching or self.whole:
             return
+        if len(held.digests) >= held.length // self.page_size:  # all full pages were offered
+            return
         known = min(held.written, len(held.tokens))
         for number in range(len(held.digests), known // self.page_size):
             page = held.pages[number]
@@ -427,9 +429,10 @@ class GroupGrowth:
             count = new if isinstance(new, int) else len(new)
             copies = self._copies(held, count, holders)
             length, have = held.length + count, len(held.pages)
-            first_kept = have if spare is None else group.unseen(length - spare)
-            skipped = max(first_kept - have, 0)
-            pages = max(-(-length // group.page_size) - have - skipped, 0)
+            skipped, pages = 0, -(-length // group.page_size) - have
+            if spare is not None:
+                skipped = max(group.unseen(length - spare) - have, 0)
+                pages = max(pages - skipped, 0)
             self.sequences.append(Growth(sequence, held, new, count, copies, skipped, pages))
         self.kept: list[tuple[int, PrefixEntry]] = []
         if group.whole:
@@ -457,7 +460,7 @@ class GroupGrowth:
     @property
     def needed(self) -> int:
         """Pages that are taken."""
-        return sum(each.pages + each.copies for each in self.sequences)
+        return sum([each.pages + each.copies for each in self.sequences])
 
     def require(self) -> None:
         """Raise OutOfPagesError if there are too few pages."""
@@ -469,21 +472,24 @@ class GroupGrowth:
         group.torn = True
         change, slots = Change(group, kept=self.kept), list[int]()
         sources, targets = [], []
+        known = group.index.entry_of
         for each in self.sequences:
-            last = each.held.pages[-1] if each.held.pages else None
-            fresh = group.pool.take(each.copies + each.pages, last)
+            held, wanted = each.held, each.copies + each.pages
+            last = held.pages[-1] if held.pages else None
+            fresh = group.pool.take(wanted, last) if wanted else []
             if each.copies:
                 assert last is not None  # a shared page is one that is kept
                 sources.append(last)
                 targets.append(fresh[0])
                 change.dropped.append(last)
-            elif each.num_tokens and each.held.length % group.page_size and last is not None:
-                change.overwritten.append(last)  # after a trim it may be known by other tokens
-            change.written.append(each.held)
+            elif each.num_tokens and held.length % group.page_size and last in known:
+                change.overwritten.append(last)  # after a trim: by other tokens
+            change.written.append(held)
             longer = _longer(each, fresh)
-            released = self._release(longer, each.held)
-            change.dropped += released
-            change.counts["released"] += len(released)
+            if group.window is not None:
+                released = self._release(longer, held)
+                change.dropped += released
+                change.counts["released"] += len(released)
             change.sequences[each.sequence] = longer
             if not group.whole:
                 slots += _slots(longer, each.num_tokens, group.page_size)
@@ -496,7 +502,10 @@ class GroupGrowth:
         last = held.pages[-1] if held.pages else None
         if last is None or count == 0 or held.length % self.group.page_size == 0:
             return False
-        others = holders.setdefault(last, self.group.pool.holders[last]) - 1
+        of_page = self.group.pool.holders[last]
+        if of_page == 1:
+            return False
+        others = holders.setdefault(last, of_page) - 1
         holders[last] -= others > 0
         return others > 0
 
@@ -523,16 +532,17 @@ def _longer(each: Growth, fresh: list[int]) -> PageList:
     pages = [*kept, *copied, *[None] * each.skipped, *new] if fresh or each.skipped else held.pages
     if not isinstance(each.tokens, int) and held.named:
         held.tokens.extend(each.tokens)  # both have the list; names beyond its length are no one's
-    return replace(
-        held, pages=pages, length=held.length + each.num_tokens, written=held.length,
-        copies=held.copies + each.copies,
+    return PageList(  # all of it by hand: `replace` takes several times as long
+        before=held.before, pages=pages, tokens=held.tokens, length=held.length + each.num_tokens,
+        written=held.length, digests=held.digests, cached=held.cached,
+        copies=held.copies + each.copies, host_pages=held.host_pages, known=held.known,
     )  # fmt: skip
 
 
 def _slots(longer: PageList, count: int, page_size: int) -> list[int]:
     """Where the last tokens of a sequence go."""
-    slots = []
-    for row in range(longer.length - count, longer.length):
+    slots, length = [], longer.length
+    for row in range(length - count, length):
         page = longer.pages[row // page_size]
         slots.append(-1 if page is None else page * page_size + row % page_size)
     return slots

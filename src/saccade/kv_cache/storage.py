@@ -368,23 +368,26 @@ def write_kv_cache(  # breaks function-length: most of it is the docstring
         shards.write_kv_cache(write_kv_cache, rows, pages, slot_mapping, rotary, interleaved)
         return
     check_flag("interleaved", interleaved)
-    _check_tokens(key, value, key_pages, value_pages)
-    check_scales(key_pages, value_pages, key_scales, value_scales, required=True)
-    _check_slots(slot_mapping, key, key_pages)
+    numbers = key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales
+    alone = not torch.compiler.is_compiling() and unobserved(numbers)
+    if not (alone and _known_to_fit(numbers)):
+        _check_tokens(key, value, key_pages, value_pages)
+        check_scales(key_pages, value_pages, key_scales, value_scales, required=True)
+        _check_slots(slot_mapping, key)
+        if alone:
+            _keep_layout(numbers)
+    least = _least_slot(slot_mapping, key_pages)
     cos, sin = (None, None) if rotary is None else check_rotary(rotary, key, "key")
     if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
         raise NotImplementedError(
             "saccade: a gradient through write_kv_cache is not implemented; call it under "
             "torch.no_grad()"
         )
-    tensors = (
-        key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales, cos, sin,
-    )  # fmt: skip
-    plain = key.device.type == "cpu" and values_readable(slot_mapping) and unobserved(tensors)
-    if plain and not _profiler_enabled():
-        _write(*tensors, interleaved)  # the dispatcher takes as long as a few rows do
+    plain = alone and cos is None and least is not None and least >= 0
+    if plain and key.device.type == "cpu" and not _profiler_enabled():
+        _put_rows(*numbers)  # the dispatcher takes as long as a few rows do
     else:
-        torch.ops.saccade.write_kv_cache.default(*tensors, interleaved)
+        torch.ops.saccade.write_kv_cache.default(*numbers, cos, sin, interleaved)
 
 
 def _write(
@@ -407,6 +410,19 @@ def _write(
     if slot_mapping.min().item() < 0:
         kept = slot_mapping >= 0
         key, value, slot_mapping = key[kept], value[kept], slot_mapping[kept]
+    _put_rows(key, value, key_pages, value_pages, slot_mapping, key_scales, value_scales)
+
+
+def _put_rows(
+    key: Tensor,
+    value: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slot_mapping: Tensor,
+    key_scales: Tensor | None,
+    value_scales: Tensor | None,
+) -> None:
+    """Write tokens, each of which has a slot."""
     for rows, pages, scales in (
         (key, key_pages, key_scales),
         (value, value_pages, value_scales),
@@ -453,6 +469,27 @@ def _write_fake(*arguments: object) -> None:
     """No results: it changes tensors in place."""
 
 
+_layouts: set[tuple[Any, ...]] = set()  # of calls whose tensors were found to fit together
+MOST_LAYOUTS = 1024
+
+
+def _layout_of(tensors: Sequence[Tensor | None]) -> tuple[Any, ...]:
+    return tuple(
+        [None if each is None else (each.shape, each.dtype, each.device) for each in tensors]
+    )
+
+
+def _known_to_fit(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether tensors of these shapes, dtypes and devices were checked before."""
+    return _layout_of(tensors) in _layouts
+
+
+def _keep_layout(tensors: Sequence[Tensor | None]) -> None:
+    if len(_layouts) >= MOST_LAYOUTS:
+        _layouts.clear()
+    _layouts.add(_layout_of(tensors))
+
+
 def _check_tokens(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Tensor) -> None:
     refuse_recording("key")
     for name, rows, dim in (("key", key, "head_dim"), ("value", value, "value_dim")):
@@ -479,7 +516,7 @@ def _check_tokens(key: Tensor, value: Tensor, key_pages: Tensor, value_pages: Te
             )
 
 
-def _check_slots(slot_mapping: Tensor, key: Tensor, key_pages: Tensor) -> None:
+def _check_slots(slot_mapping: Tensor, key: Tensor) -> None:
     takes = "a tensor [tokens] of int32 or int64"
     check_tensor("slot_mapping", slot_mapping, takes, dtypes=INTEGERS)
     if tuple(slot_mapping.shape) != (key.shape[0],):
@@ -488,11 +525,22 @@ def _check_slots(slot_mapping: Tensor, key: Tensor, key_pages: Tensor) -> None:
         )
     if slot_mapping.device != key.device:
         raise ValueError(f"slot_mapping: got {slot_mapping.device}, takes key's {key.device}")
+
+
+def _least_slot(slot_mapping: Tensor, key_pages: Tensor) -> int | None:
+    """The smallest slot, 0 where there are none; None where they cannot be read.
+
+    Raises:
+        ValueError: for what are no slots of the pages.
+    """
+    if not values_readable(slot_mapping):
+        return None
     slots = key_pages.shape[0] * key_pages.shape[2]
-    if not values_readable(slot_mapping) or slot_mapping.numel() == 0:
-        return
     numbers = slot_mapping.tolist()
+    if not numbers:
+        return 0
     least, most = min(numbers), max(numbers)
     if least < -1 or most >= slots:
         got = least if least < -1 else most
         raise ValueError(f"slot_mapping: got slot {got}, takes -1 to {slots - 1}")
+    return least

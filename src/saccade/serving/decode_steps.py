@@ -72,7 +72,8 @@ class Inbox:
         ]
         self._of_rows = rows * WORDS * 8
         size = self._of_rows + sum(table.nbytes for table in self.tables)
-        self._host = torch.empty(
+        # Of zeros, so that what is not written is the number of a page all the same.
+        self._host = torch.zeros(
             size, dtype=torch.uint8, device="cpu", pin_memory=device.type == "cuda"
         )
         self._there = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -149,6 +150,8 @@ class DecodeStep:
         cache: where keys and values go. layers: for each call of an attention layer in a pass its
             number there.
         options: of `saccade.attention_paged`.
+
+    Attributes:
         states: of the rows' sequences, where layers keep some.
     """
 
@@ -157,10 +160,10 @@ class DecodeStep:
     def __init__(
         self, cache: saccade.PagedCache, layers: Mapping[LayerCall, int],
         options: Mapping[str, Any], inbox: Inbox, lanes: Lanes, rows: int,
-        states: StepStates | None = None,
     ):  # fmt: skip
         self._cache, self._calls, self._options = cache, LayerCalls(layers), options
-        self._inbox, self._lanes, self.rows, self.states = inbox, lanes, rows, states
+        self._inbox, self._lanes, self.rows = inbox, lanes, rows
+        self.states: StepStates | None = None
         self._tables = [table[:rows] for table in inbox.tables]
         self.settings = inbox.settings(rows)
         self.last_rows = torch.arange(rows, device=cache.device)
@@ -192,12 +195,20 @@ class DecodeStep:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._calls.next(layer_index)
         pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
-        scales = written(pages, key, value, self._slots[group])
+        scales = written(pages, self._cache.latent, key, value, self._slots[group])
         output = saccade.attention_paged(
             query.permute(2, 1, 0, 3), pages.key_pages, pages.value_pages, self._tables[group],
             self._lens, **options, **scales, **self._options,
         )  # fmt: skip
         return output.permute(2, 0, 1, 3)
+
+
+def follow(chunks: Sequence[Chunk], before: Sequence[Chunk]) -> bool:
+    """Whether each chunk begins where another one of its request ends, in the same order."""
+    return len(chunks) == len(before) and all([
+        chunk.request is other.request and chunk.start == other.stop
+        for chunk, other in zip(chunks, before, strict=True)
+    ])  # fmt: skip
 
 
 def batch_sizes(most: int) -> list[int]:
@@ -279,9 +290,11 @@ class Decoder:
         widths = [width] * len(cache.windows)
         self.inbox = Inbox(self.most, widths, lanes.vocabulary, cache.device)
         self._widths = [0] * len(widths)  # pages of each row that the host's buffer has room for
-        self._requests: list[Request] = []  # whose rows it holds
+        self._lanes_said: Sequence[int] = []  # of the requests whose rows it holds
+        self._replaced_pages = 0  # in the cache, when their pages were said
         self._chunks: Sequence[Chunk] = []  # of the step that was said
         self._size = 0
+        self._steps: dict[int, DecodeStep] = {}
         self._passes: dict[int, Callable[[], Tensor]] = {}
         self._choices: dict[tuple[int, Traits], Callable[[], Chosen]] = {}
         self._logits: Tensor | None = None  # of all captured passes
@@ -295,19 +308,20 @@ class Decoder:
 
     # ---- what the host says ----------------------------------------------------------------------
 
-    def say(self, chunks: Sequence[Chunk], lanes: Sequence[int], *, ahead: bool) -> None:
+    def say(self, chunks: Sequence[Chunk], lanes: Sequence[int]) -> None:
         """Tell the device the rows of a step, each of which is one token.
 
-        Args:
-            ahead: whether the tokens are those that the step before gives.
+        Rows that follow those of the step before read the tokens that it gave.
         """
-        requests = [chunk.request for chunk in chunks]
+        before, lanes_before = self._chunks, self._lanes_said
         self._chunks = chunks
         number = len(chunks)
         size = number if self.sizes is None else next(n for n in self.sizes if n >= number)
         width = self._pages_of_longest(chunks)
-        same = ahead and size == self._size and requests == self._requests
-        self._requests = []  # until all is written
+        same = size == self._size and lanes == lanes_before and follow(chunks, before)
+        replaced, self._replaced_pages = self._replaced_pages, self._cache.replaced_pages
+        same = same and replaced == self._replaced_pages
+        self._lanes_said = []  # until all is written
         self.inbox.wait()
         if not same or any([width > room for room in self._widths]):
             rows = [
@@ -323,12 +337,16 @@ class Decoder:
                 self.inbox.advance(row, chunk.start, chunk.given - 1)
                 if chunk.start % self._cache.page_size == 0:
                     self._write_pages(row, chunk, size)
-        self._requests, self._size = requests, size
+        self._lanes_said, self._size = lanes, size
         self.inbox.send(size, self._widths)
+
+    def forget_rows(self) -> None:
+        """Let the next step be said anew: what lanes hold may be of others."""
+        self._lanes_said = []
 
     def say_rows(self, rows: Sequence[Row]) -> RowSettings:
         """Tell the device only how tokens are chosen."""
-        self._requests = []
+        self._lanes_said = []
         self.inbox.wait()
         for number, row in enumerate(rows):
             self.inbox.write(number, row)
@@ -341,14 +359,14 @@ class Decoder:
         Args:
             rows: where each chunk begins, and how a token is chosen from its last row.
         """
-        self._requests = []
+        self._lanes_said = []
         size = self.most
         self.inbox.wait()
         self._write(chunks, rows, size)
         self.inbox.send(size, self._widths)
 
     def _pages_of_longest(self, chunks: Sequence[Chunk]) -> int:
-        return -(-max(chunk.stop for chunk in chunks) // self._cache.page_size)
+        return -(-max([chunk.stop for chunk in chunks]) // self._cache.page_size)
 
     def _write(self, chunks: Sequence[Chunk], rows: Sequence[Row], size: int) -> None:
         room = 1 << (self._pages_of_longest(chunks) - 1).bit_length()
@@ -403,13 +421,16 @@ class Decoder:
         return decoding.choose(logits, self.inbox.settings(size), traits, self._lanes)
 
     def _step(self, size: int) -> DecodeStep:
-        states = None
+        """A step of so many rows; one is enough, but for the states of its sequences."""
+        step = self._steps.get(size)
+        if step is None:
+            step = self._steps[size] = DecodeStep(
+                self._cache, self._model.numbers, self._options, self.inbox, self._lanes, size
+            )
         if self._model.states:
             counts = self._model.states_of_layers
-            states = StepStates(self._cache, counts, self._chunks, size)
-        return DecodeStep(
-            self._cache, self._model.numbers, self._options, self.inbox, self._lanes, size, states
-        )
+            step.states = StepStates(self._cache, counts, self._chunks, size)
+        return step
 
     # ---- graphs ----------------------------------------------------------------------------------
 
@@ -453,7 +474,7 @@ class Decoder:
 
     def say_nothing(self) -> None:
         """Tell the device of no request: all rows are padding."""
-        self._requests, self._size, self._chunks = [], 0, []
+        self._lanes_said, self._size, self._chunks = [], 0, []
         self.inbox.wait()
         for number in range(self.most):
             self.inbox.write(number, self.padding)

@@ -6,6 +6,7 @@ step can be a CUDA graph and the next one can start from tokens that the host ha
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import sys
@@ -113,7 +114,7 @@ class Sampling:
                 raise ValueError(f"logprobs: got {self.logprobs}, takes at most {MOST_LOGPROBS}")
         _check_bias(self.logit_bias)
 
-    @property
+    @functools.cached_property
     def traits(self) -> Traits:
         """What choosing by it has to do."""
         drawn = self.temperature > 0
@@ -128,7 +129,7 @@ class Sampling:
             logged=self.logprobs is not None,
         )
 
-    @property
+    @functools.cached_property
     def key(self) -> int:
         """The seed as a key of random numbers, 64 bits with a sign; seeds of any size differ."""
         digest = hashlib.blake2b(str(self.seed).encode(), digest_size=8).digest()

@@ -122,7 +122,7 @@ class PackedRows:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._calls.next(layer_index)
         pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
-        scales = written(pages, key, value, self._slots[group])
+        scales = written(pages, self._cache.latent, key, value, self._slots[group])
         output = saccade.attention_paged(
             query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[group],
             cu_seqlens_q=self._offsets, **options, **scales, **self._options,
@@ -180,12 +180,17 @@ class BatchStep(PackedRows):
         return self.input_ids, self.position_ids
 
 
-def written(pages: Any, key: Rows, value: Rows, slots: Int[Tensor, " rows"]) -> dict[str, Any]:
-    """Write new keys and values into a layer's pages; the scales beside them, as options."""
+def written(
+    pages: Any, latent: bool, key: Rows, value: Rows, slots: Int[Tensor, " rows"]
+) -> dict[str, Any]:
+    """Write new keys and values into a layer's pages; the scales beside them, as options.
+
+    latent: whether values are a part of keys.
+    """
     scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-    values = value[0].transpose(0, 1), pages.value_pages
-    if pages.latent:  # values are a part of keys
-        values = None, None
+    values = None, None
+    if not latent:
+        values = value[0].transpose(0, 1), pages.value_pages
     saccade.write_kv_cache(
         key[0].transpose(0, 1), values[0], pages.key_pages, values[1], slots, **scales
     )

@@ -60,8 +60,9 @@ class Chunk(NamedTuple):
     @classmethod
     def next_of(cls, request: Request, rows: int) -> Chunk:
         """The next tokens of a request, at most so many."""
-        stop = request.computed + min(rows, request.left)
-        return cls(request, request.computed, stop, stop == request.num_tokens)
+        start, end = request.computed, request.num_tokens
+        stop = min(start + rows, end)
+        return cls(request, start, stop, stop == end)
 
     @property
     def known(self) -> bool:
@@ -97,7 +98,7 @@ class StepPlan(NamedTuple):
     @property
     def rows(self) -> int:
         """How many tokens are computed."""
-        return sum([chunk.rows for chunk in self.chunks])
+        return sum([chunk.stop - chunk.start for chunk in self.chunks])
 
     @property
     def can_be_followed(self) -> bool:
@@ -178,12 +179,13 @@ class Scheduler:
         while True:
             chunks = self._chunks_of_running()
             if admitting:
-                chunks += self._admit(self._max_batch_tokens - sum(chunk.rows for chunk in chunks))
+                rows = sum([chunk.stop - chunk.start for chunk in chunks])
+                chunks += self._admit(self._max_batch_tokens - rows)
             if not chunks:
                 return None
             try:
                 slots = self._cache.grow(
-                    {_sequence(c.request): c.rows for c in chunks},
+                    {_sequence(c.request): c.stop - c.start for c in chunks},
                     keep=[_sequence(c.request) for c in chunks if c.start in c.request.borders],
                 )
             except OutOfPagesError:
@@ -220,16 +222,17 @@ class Scheduler:
         if not self._refused:
             chunks += self._admit(rows)
         try:
-            slots = self._cache.grow({_sequence(chunk.request): chunk.rows for chunk in chunks})
+            slots = self._cache.grow({_sequence(c.request): c.stop - c.start for c in chunks})
         except OutOfPagesError:
             return None
         self._note_pages(chunks)
         return StepPlan(chunks, slots, ahead=True)
 
     def _note_pages(self, chunks: Sequence[Chunk]) -> None:
-        for chunk in chunks:
-            pages = sum(self.pages_for(chunk.stop))
-            chunk.request.most_pages = max(chunk.request.most_pages, pages)
+        size = self._cache.page_size
+        for request, start, stop, _ in chunks:
+            if -(-stop // size) > -(-start // size):  # else it has those that it had
+                request.most_pages = max(request.most_pages, sum(self.pages_for(stop)))
 
     def commit(self, chunks: Sequence[Chunk]) -> None:
         """Note that chunks are computed: other requests may find their keys and values."""
@@ -291,8 +294,18 @@ class Scheduler:
             self.add(leader)
 
     def _chunks_of_running(self) -> list[Chunk]:
-        rows, chunks = self._max_batch_tokens, []
-        for request in sorted(self.running, key=lambda request: request.left > 1):
+        chunks, others = list[Chunk](), list[Request]()
+        for request in self.running:
+            if request.left == 1:
+                chunks.append(Chunk(request, request.computed, request.computed + 1, True))
+            else:
+                others.append(request)
+        rows = self._max_batch_tokens - len(chunks)
+        if rows < 0:
+            del chunks[rows:]
+        for request in others:
+            if rows <= 0:
+                break
             chunk = Chunk.next_of(request, rows).cut(request.borders)
             if chunk.rows:
                 chunks.append(chunk)
@@ -302,8 +315,10 @@ class Scheduler:
     def _admit(self, rows: int) -> list[Chunk]:
         """Start waiting requests in their order, while there are rows, sequences and pages left."""
         chunks = []
-        left = self._max_sequences - sum(request.width for request in self.running)
         self._refused = True
+        if not self.waiting:
+            return chunks
+        left = self._max_sequences - sum([request.width for request in self.running])
         while self.waiting and self.waiting[0].width <= left:
             if rows <= 0:
                 self._refused = False  # by this step alone: the next one has rows

@@ -36,11 +36,6 @@ class Drawn(NamedTuple):
     tokens: list[int]
     logprobs: list[TokenLogprob | None]
 
-    @property
-    def finite(self) -> bool:
-        """Whether the logits were finite."""
-        return bool(self.tokens)
-
 
 class UnderWay(NamedTuple):
     """A step that the device computes, or has computed, and nobody has looked at.
@@ -74,17 +69,18 @@ class UnderWay(NamedTuple):
         """Wait for the tokens, and give each chunk its own."""
         if self.done is not None:
             self.done.synchronize()
-        tokens, row = self.chosen.tokens.tolist(), 0
+        tokens, stop = self.chosen.tokens.tolist(), 0
         found = []
         for chunk, requests in zip(self.plan.chunks, self.requests, strict=True):
-            rows = range(row, row + len(requests))
-            row = rows.stop
-            drawn = [tokens[number] for number in rows if tokens[number] >= 0]
-            logprobs = [
-                self._logprob(number, tokens[number], request)
-                for number, request in zip(rows, requests, strict=True)
-            ]
-            found.append(Drawn(chunk, requests, drawn, logprobs))
+            start, stop = stop, stop + len(requests)
+            drawn = tokens[start:stop]
+            logprobs: list[TokenLogprob | None] = [None] * len(requests)
+            if self.chosen.logprobs is not None:
+                logprobs = [
+                    self._logprob(row, tokens[row], request)
+                    for row, request in enumerate(requests, start)
+                ]
+            found.append(Drawn(chunk, requests, [] if -1 in drawn else drawn, logprobs))
         return found
 
     def _logprob(self, row: int, token: int, request: Request) -> TokenLogprob | None:
@@ -173,6 +169,7 @@ class Worker:
             return
         self._under_way = None  # what it gives is drawn again, by the same numbers
         self._lane_numbers.clear()
+        self._decoder.forget_rows()
         for request in self._scheduler.recover():
             try:
                 request.restart()
@@ -243,7 +240,7 @@ class Worker:
         if plan.decodes:
             requests = [chunk.request for chunk in plan.chunks]
             lanes = [self._lane_numbers.of(request) for request in requests]
-            self._decoder.say(plan.chunks, lanes, ahead=plan.ahead)
+            self._decoder.say(plan.chunks, lanes)
             traits = Traits.of_any([request.sampling.traits for request in requests])
             chosen = self._decoder.run(traits)
             return UnderWay.of(plan, [[request] for request in requests], chosen)
@@ -295,12 +292,12 @@ class Worker:
             if each.chunk.request.state is not RequestState.DONE
         ]  # fmt: skip
         # Other requests may find what was computed only if its logits are finite.
-        self._scheduler.commit([each.chunk for each in drawn if each.finite])
+        self._scheduler.commit([each.chunk for each in drawn if each.tokens])
         for each in drawn:
-            if each.finite and each.chunk.draws:
+            if each.tokens and each.chunk.draws and each.chunk.request.followers:
                 self._scheduler.fork(each.chunk.request)
         for each in drawn:
-            if not each.finite:
+            if not each.tokens:
                 self._fail(each)
             elif each.chunk.draws:
                 given = zip(each.requests, each.tokens, each.logprobs, strict=True)
