@@ -115,6 +115,27 @@ def test_layers_share_a_plan_until_lengths_or_pages_change():
     assert not torch.equal(other.key_parts.numbers, group.key_parts.numbers)
 
 
+def test_calls_that_are_validated_each_time_share_a_plan_too(monkeypatch):
+    planned_anew = []
+    plan = paged_groups._plan
+    monkeypatch.setattr(
+        paged_groups, "_plan", lambda *given: (planned_anew.append(1), plan(*given))[1]
+    )
+    case = make_paged_case(lengths=((1, 40), (1, 17)))
+    inputs, _ = case.prepared()
+    given = [getattr(inputs, name) for name in PagedInputs._fields[:5]]
+    ends = torch.tensor([31, 9])
+    for _ in range(2):  # layers of a step
+        for layer in range(3):
+            given[0] = inputs.query + layer
+            options = {"mask": saccade.masks.key_lengths(ends)}
+            found = saccade.attention_paged(*given, implementation="cpu", **options)
+            wanted = saccade.attention_paged(*given, implementation="reference", **options)
+            torch.testing.assert_close(found, wanted)
+        ends -= 2  # in place
+    assert len(planned_anew) == 2
+
+
 def test_plans_refuse_what_is_not_in_the_pages():
     case = make_paged_case(lengths=((1, 40), (1, 17)))
     case.run("cpu")

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -105,36 +105,37 @@ Groups = Sequence[PlannedGroup | ViewedGroup | ChunkGroup]
 PLANNED = 2**22
 
 
-def planned_groups(inputs: PagedInputs, variant: Variant, ends: list[int] | None) -> Groups:
+def planned_groups(
+    inputs: PagedInputs, variant: Variant, ends: list[int] | None, kind: Hashable = None
+) -> Groups:
     """The groups of a call. The layers of a model ask for the same ones in every step, so they are
-    remembered, by the lengths and pages themselves, which are checked while they are planned."""
-    query, captured = inputs.query, variant.mask_captured
+    remembered, by the lengths and pages themselves, which are checked while they are planned.
+
+    kind: `kind_of` the call, where it is known.
+    """
     if variant.score:
         return []
+    read = [inputs.page_table, inputs.kv_lens, *variant.mask_captured.tensors]
+    if inputs.cu_seqlens_q is not None:
+        read.append(inputs.cu_seqlens_q)
+    kind = kind_of(inputs, variant, ends) if kind is None else kind
+    return _planned.get(kind, read, lambda: _plan(inputs, variant, ends))
+
+
+def kind_of(inputs: PagedInputs, variant: Variant, ends: list[int] | None) -> Hashable:
+    """All that plans depend on beside the numbers in tensors."""
+    query, captured = inputs.query, variant.mask_captured
     numbers = (tuple(captured.ints), tuple(map(float.hex, captured.floats)))
     sizes = query.shape, query.dtype, ends is None
     of_pages = [
         (pages.shape, pages.stride(), pages.dtype)
         for pages in (inputs.key_pages, inputs.value_pages)
     ]
-    read = [inputs.page_table, inputs.kv_lens, *captured.tensors]
-    if inputs.cu_seqlens_q is not None:
-        read.append(inputs.cu_seqlens_q)
-    return _planned.get(
-        (variant.mask, *numbers, *sizes, *of_pages), read, lambda: _plan(inputs, variant, ends)
-    )
-
-
-def groups_of_kind(kind: object, inputs: PagedInputs, variant: Variant) -> Groups:
-    """The groups of a dense call of a kind, whose calls differ in lengths and pages alone."""
-    read = inputs.page_table, inputs.kv_lens
-    return _planned.get(kind, read, lambda: _plan(inputs, variant, None))
+    return (variant.mask, *numbers, *sizes, *of_pages)
 
 
 def _plan(inputs: PagedInputs, variant: Variant, ends: list[int] | None) -> Groups:
     check_page_values(inputs)
-    if variant.score:
-        return []
     batch = inputs.kv_lens.shape[0]
     if ends is None:
         query_lens = [inputs.query.shape[2]] * batch

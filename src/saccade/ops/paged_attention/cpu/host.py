@@ -25,7 +25,7 @@ from saccade.ops.paged_attention.cpu.groups import (
     ViewedGroup,
     attend_chunks,
     attend_planned,
-    groups_of_kind,
+    kind_of,
     planned_groups,
 )
 from saccade.ops.paged_attention.cpu.pages import PageReader, Scratch
@@ -49,17 +49,15 @@ def forward(
 def prepared(
     inputs: PagedInputs, variant: Variant, config: KernelConfig, batch_invariant: bool
 ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
-    """`forward` for calls like this one.
-
-    Where sequences have one query row each, such calls are told apart by lengths and pages alone:
-    all layers of a model that are alike find the plan of a step by these.
-    """
+    """`forward` for calls like this one, whose kind is worked out once where sequences have one
+    query row each: all layers of a model that are alike then find the plan of a step by it."""
     if batch_invariant or inputs.cu_seqlens_q is not None or inputs.query.shape[2] != 1:
         return lambda inputs, variant: forward(inputs, variant, config, batch_invariant)
-    kind = object()
+    kind = kind_of(inputs, variant, None)
 
+    @computed_without
     def decode(inputs: PagedInputs, variant: Variant) -> tuple[Tensor, Tensor]:
-        groups = groups_of_kind(kind, inputs, variant)
+        groups = planned_groups(inputs, variant, None, kind)
         return _attend(inputs, variant, config, batch_invariant, None, groups)
 
     return decode
