@@ -286,16 +286,16 @@ def fp8(rng: random.Random, dim: int, dtype: torch.dtype, packed: bool, causal: 
             return torch.empty(batch, length, heads, dim).to(dtype).transpose(1, 2)
         return torch.empty(batch, heads, length, dim).to(dtype)
 
-    given = [rows(count) for count in (heads[0], heads[1], heads[1])]
+    query, key, value = (rows(count) for count in (heads[0], heads[1], heads[1]))
     scales: dict[str, Any] = {}
     if dtype == torch.float8_e4m3fn:
         counts = {"query_scale": heads[0], "key_scale": heads[1], "value_scale": heads[1]}
         scales = {name: torch.ones(batch, count) for name, count in counts.items()}
     if packed:
         ends = torch.arange(0, batch * length + 1, length, dtype=torch.int32)
-        saccade.attention_fp8_varlen(*given, ends, causal=causal, **scales)
+        saccade.attention_fp8_varlen(query, key, value, ends, causal=causal, **scales)
     else:
-        saccade.attention_fp8(*given, causal=causal, **scales)
+        saccade.attention_fp8(query, key, value, causal=causal, **scales)
     where = "packed" if packed else "inside" if inside else ""
     return f"{dtype} {batch} x {heads} heads x {length} {where} causal={causal}"
 
