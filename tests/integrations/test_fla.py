@@ -196,6 +196,17 @@ def test_simple_gla_in_parallel() -> None:
         torch.testing.assert_close(half, wanted / 2)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_are_no_differences_of_rounded_sums(dtype: torch.dtype) -> None:
+    ones, g = torch.ones(1, 300, 1, 1, dtype=dtype), torch.full((1, 300, 1), -0.75, dtype=dtype)
+    g[:, 20] = -1e30  # nothing is left of what came before
+    _, weights = fla.parallel_simple_gla(ones, ones, ones, g, output_attentions=True)
+    far = torch.arange(300)[:, None] - torch.arange(300)
+    wanted = torch.exp(-0.75 * far.double()).tril()
+    wanted[20:, :20] = 0
+    torch.testing.assert_close(weights[0, 0], wanted.to(dtype), rtol=1e-2, atol=1e-30)
+
+
 def test_options_of_fla_that_change_nothing_are_checked() -> None:
     tensors, offsets = [rows[:1] for rows in qkv()], torch.tensor([0, 4, 9])
     wanted = fla.chunk_simple_gla(*tensors, cu_seqlens=offsets)[0]

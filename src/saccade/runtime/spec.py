@@ -36,6 +36,12 @@ def precision(dtype: torch.dtype) -> str:
     return "tf32" if _precision_of("mkldnn", "matmul") == "bf16" else "tf32x3"
 
 
+# e^-1000 is 0 in float64, too, so no factor changes where less is taken for it; but in a sum with
+# -1e30 the decay of all later tokens would be lost, and -inf would make differences of sums NaN.
+LEAST_DECAY = -1000.0
+LEAST_DECAY_OF_FLOAT32 = -104.0  # e to it is 0 there
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and of the lse: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -221,10 +221,11 @@ def parallel_simple_gla(
     scores = torch.einsum("bihk,bjhk->bhij", q, k)
     scores = scores * (max(q.shape[-1], 1) ** -0.5 if scale is None else scale)
     if g is not None:
-        total = g.transpose(1, 2).cumsum(-1)
+        # In float64, and above where e^g is 0: a difference of sums has no more than they have.
+        total = g.transpose(1, 2).double().clamp(min=-1000.0).cumsum(-1)
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=g.device).triu(1)
         left = (total[..., :, None] - total[..., None, :]).masked_fill(later, -torch.inf)
-        scores = scores * left.exp()
+        scores = scores * left.exp().to(scores.dtype)
     return output, scores.tril()
 
 

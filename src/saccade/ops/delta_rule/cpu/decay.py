@@ -22,8 +22,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-# e^-1000 is 0 in float64, too, so no factor changes; -inf would make a difference of sums NaN.
-LEAST = -1000.0
+from saccade.runtime.spec import LEAST_DECAY
 
 
 class ChunkDecay:
@@ -76,7 +75,7 @@ class HeadDecay(ChunkDecay):
     """One decay a head and token, [chunks, count, chunk]."""
 
     def __init__(self, decay: Tensor, wide: torch.dtype) -> None:
-        total = decay.double().clamp_(min=LEAST).cumsum(-1)
+        total = decay.double().clamp_(min=LEAST_DECAY).cumsum(-1)
         last = total[..., -1:]
         gap = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(wide)
         self.factors = gap.exp_().tril_().unsqueeze(2)  # inf above the diagonal, before that
@@ -128,7 +127,7 @@ class ChannelDecay(ChunkDecay):
     """A decay for each channel, [chunks, count, chunk, channels]; chunks are powers of two long."""
 
     def __init__(self, decay: Tensor) -> None:
-        until, length = decay.clamp(min=LEAST).exp_(), 1
+        until, length = decay.clamp(min=LEAST_DECAY).exp_(), 1
         after, total = torch.ones_like(until), until.clone()
         self.levels: list[Halves] = []
         while length < decay.shape[2]:

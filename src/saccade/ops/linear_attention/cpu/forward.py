@@ -12,7 +12,7 @@ from typing import NamedTuple, overload
 import torch
 from torch import Tensor
 
-from saccade.runtime.spec import LinearVariant, accumulate_dtype
+from saccade.runtime.spec import LEAST_DECAY, LinearVariant, accumulate_dtype
 
 # ---- chunks --------------------------------------------------------------------------------------
 # Rows of queries and keys, mapped and in the accumulation dtype; the state that they change.
@@ -108,7 +108,7 @@ class DenseRows:
         """How the state fades along key rows; None: it does not."""
         if self.decay is None:
             return None
-        decay = self.decay[:, :, rows].double()
+        decay = self.decay[:, :, rows].double().clamp(min=LEAST_DECAY)
         hidden = self.hidden(rows)
         if hidden is not None:
             decay = decay.masked_fill(hidden, 0)

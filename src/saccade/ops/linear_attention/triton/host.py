@@ -42,6 +42,8 @@ from saccade.ops.linear_attention.triton.passes import (
 )
 from saccade.ops.linear_attention.triton.recurrent_step import start_step
 from saccade.runtime.spec import (
+    LEAST_DECAY,
+    LEAST_DECAY_OF_FLOAT32,
     KernelConfig,
     LinearGradients,
     LinearInputs,
@@ -351,10 +353,13 @@ def summed_decay_of(inputs: LinearInputs) -> Tensor | None:
     decay, kv_len = inputs.decay, inputs.key.shape[0 if inputs.packed else 2]
     if decay is None or kv_len == 0:
         return None
+    # Kernels take differences of these sums within chunks, most of them in float32.
+    wide = inputs.query.dtype == torch.float64
+    rows = decay.double().clamp(min=LEAST_DECAY if wide else LEAST_DECAY_OF_FLOAT32)
     if decay.dim() == 1:
-        rows = decay.double().unsqueeze(-1).expand(-1, kv_len)
-    else:
-        rows = decay.double().transpose(0, 1) if inputs.packed else decay.double()
+        rows = rows.unsqueeze(-1).expand(-1, kv_len)
+    elif inputs.packed:
+        rows = rows.transpose(0, 1)
     if inputs.key_lengths is not None:
         rows = rows.masked_fill(hidden_keys(inputs.key_lengths, kv_len), 0)
     summed_decay = rows.new_zeros(*rows.shape[:-1], kv_len + 1)
