@@ -26,6 +26,15 @@ def put(cache, tokens):
     return rows
 
 
+def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        cache = cache_of(host_pages=2, states=[((3,), torch.float32)], num_states=2)
+    sequence = cache.allocate()
+    (key, _), _ = put(cache, {sequence: 3})
+    assert torch.equal(cache.pages(0).key_pages[0, :, :3].transpose(0, 1), key)
+    assert not any(state.is_inference() for state in cache.states)
+
+
 @pytest.mark.parametrize("window", [None, 5])
 def test_decoding_reads_what_was_written(window):
     cache = cache_of(20, window=window)

@@ -123,6 +123,7 @@ class PageMemory(Memory):
     Heads lie outermost, so that neighbouring pages of a head are one piece of memory.
     """
 
+    @torch.inference_mode(False)  # pages are written to outside of it, too
     def __init__(self, sizes: PageSizes, num_pages: int, host_pages: int, device: torch.device):
         self.num_pages, self.host_pages = num_pages, host_pages
         self.layers = [_layer(sizes, of, num_pages, device, False) for of in sizes.layers]
@@ -135,6 +136,7 @@ class PageMemory(Memory):
 class StateMemory(Memory):
     """States of whole sequences, each of which is one page of numbers in several tensors."""
 
+    @torch.inference_mode(False)
     def __init__(
         self, sizes: Sequence[StateSize], num_states: int, host_states: int, device: torch.device
     ):
