@@ -29,6 +29,7 @@ from saccade import (
     scores,
     write_kv_cache,
 )
+from saccade.gpu.language import INTERPRETED
 from saccade.masks import Mask
 from saccade.ops.attention.triton.call_spec import is_short
 from saccade.ops.attention_fp8.validation import Fp8Options
@@ -283,7 +284,7 @@ class KernelCall(NamedTuple):
         if inputs.query.dtype.itemsize == 2:
             residual = torch.empty_like(output, dtype=torch.int8)
         saved = Results(output, lse, residual)
-        if device.type == "cuda":
+        if device.type == "cuda" or INTERPRETED:  # kernels run, and read them
             for tensor in (gradient, output, lse, *([] if residual is None else [residual])):
                 tensor.zero_()
 
