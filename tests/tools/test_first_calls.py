@@ -35,7 +35,8 @@ def test_a_call_that_fails_is_said(
     monkeypatch.setattr(first_calls, "KINDS", first_calls.KINDS[:1])
     assert first_calls.main(first_calls.parser().parse_args([str(tmp_path)])) == 1
     said = capsys.readouterr().out
-    assert said.count("dense: FAILED") == 2 and "CUDA" in said
+    assert said.count("dense: FAILED") == 2
+    assert "CUDA" in said or "NVIDIA" in said  # by builds of torch without and with it
 
 
 def test_what_was_found_is_a_line_of_the_table_and_of_the_file(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,8 @@ def test_a_call_that_fails_says_why(tool: Any, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     cell = tool.flex_times.Cell("causal", 4096, 64)
     found = tool.alone(cell, "ours", sorted(tool.os.sched_getaffinity(0)))
-    assert list(found) == ["error"] and "cuda" in found["error"].lower()
+    assert list(found) == ["error"]
+    assert re.search("cuda|nvidia", found["error"].lower())  # by builds of torch without and with it
     assert found["error"] in tool.line_of(cell, {"ours": found, "theirs": THEIRS})
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert tool.main(["--case", "causal"]) == 2

@@ -69,8 +69,9 @@ def test_the_page_says_what_the_records_say():
 
 
 def test_the_sample_is_there():
-    for path in try_stack.SAMPLE:
-        assert (ROOT / path).exists(), path
+    for test in try_stack.SAMPLE:
+        path, _, function = test.partition("::")
+        assert f"def {function}" in (ROOT / path).read_text(encoding="utf-8"), test
 
 
 @pytest.mark.parametrize(

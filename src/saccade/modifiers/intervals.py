@@ -333,6 +333,8 @@ class IntervalRules(ABC):
             ends = [end for span in spans for end in span[:2]]
         safe = None
         for end in {id(end): end for end in ends}.values():
+            if isinstance(limit, int):  # Triton 3.9 refuses a limit that an end of 32 bits lacks
+                end = self.op("widened", end)
             below = self.op("<", end, self.literal(limit))
             here = self.op("&", below, self.op("<", self.literal(-limit), end))
             safe = here if safe is None else self.op("&", safe, here)
