@@ -144,7 +144,7 @@ def test_with_checkpoints_inside(kind: str) -> None:
     assert_same_step(compiled, ours, theirs, batch(kind))
 
 
-@pytest.mark.slow  # most of a minute of a C++ compiler; operators have an Inductor test of their own
+@pytest.mark.slow  # a minute of a C++ compiler; operators have an Inductor test of their own
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # Inductor's own
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
 def test_by_inductor() -> None:
