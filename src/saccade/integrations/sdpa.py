@@ -80,8 +80,9 @@ def scaled_dot_product_attention(
         >>> output = saccade.scaled_dot_product_attention(query, key, value, is_causal=True)
         >>> torch.testing.assert_close(output, saccade.attention(query, key, value, causal=True))
     """
-    call = translated(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-    return call.rows(saccade.attention(call.query, call.key, call.value, **call.options))
+    return translated(
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+    ).in_own_dtype()
 
 
 def enable(*, fp8: bool = False) -> None:
@@ -223,16 +224,16 @@ def _served(*arguments: Any, **options: Any) -> Tensor | None:
     """The output of a call that came to PyTorch's function, or None: PyTorch is to serve it."""
     if _why_not(*arguments, *options.values()) is None:
         try:
-            output = _served_in_fp8(*arguments, **options) if _patch.fp8 else None
-            return scaled_dot_product_attention(*arguments, **options) if output is None else output
+            call = translated(*arguments, **options)
+            output = _served_in_fp8(call) if _patch.fp8 else None
+            return call.in_own_dtype() if output is None else output
         except (TypeError, ValueError, NotImplementedError):
             pass  # PyTorch serves it, or finds its own words for what is wrong
     return None
 
 
-def _served_in_fp8(*arguments: Any, **options: Any) -> Tensor | None:
-    """The output of such a call, or None: it is not computed in fp8."""
-    call = translated(*arguments, **options)
+def _served_in_fp8(call: SdpaCall) -> Tensor | None:
+    """The output of a call, or None: it is not computed in fp8."""
     if call.not_in_fp8() is not None:
         return None
     try:
@@ -285,6 +286,10 @@ class SdpaCall(NamedTuple):
         """The output with the dimensions that the call has."""
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output.reshape(*self.leading, *output.shape[-2:])
+
+    def in_own_dtype(self) -> Tensor:
+        """The output by `saccade.attention`, with its errors."""
+        return self.rows(saccade.attention(self.query, self.key, self.value, **self.options))
 
     def in_fp8(self) -> Tensor:
         """The output by `saccade.attention_fp8`, with its errors."""

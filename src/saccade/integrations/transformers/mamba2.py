@@ -24,8 +24,8 @@ import saccade
 Theirs = Callable[..., Any]
 
 WIDEST = 256  # channels of linear attention's kernels; what is wider would be computed pair by pair
-# e to it is 0 in every dtype. What is less, -inf too, leaves as little of the state; sums of such
-# numbers would leave nothing of the digits of others.
+# e to it is 0 in every dtype, so what is less leaves as little of the state: -inf, which linear
+# attention does not take.
 FASTEST_DECAY = -1e4
 
 
