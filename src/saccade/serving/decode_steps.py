@@ -194,8 +194,7 @@ class DecodeStep:
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._calls.next(layer_index)
-        pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
-        scales = written(pages, self._cache.latent, key, value, self._slots[group])
+        pages, group, scales = written(self._cache, layer, key, value, self._slots)
         output = saccade.attention_paged(
             query.permute(2, 1, 0, 3), pages.key_pages, pages.value_pages, self._tables[group],
             self._lens, **options, **scales, **self._options,

@@ -121,8 +121,7 @@ class PackedRows:
     ) -> Float[Tensor, "1 rows heads value_dim"]:
         """Write a layer's new keys and values, and attend over all of each sequence."""
         layer = self._calls.next(layer_index)
-        pages, group = self._cache.pages(layer), self._cache.addresses[layer].group
-        scales = written(pages, self._cache.latent, key, value, self._slots[group])
+        pages, group, scales = written(self._cache, layer, key, value, self._slots)
         output = saccade.attention_paged(
             query[0].transpose(0, 1), pages.key_pages, pages.value_pages, *self._tables[group],
             cu_seqlens_q=self._offsets, **options, **scales, **self._options,
@@ -181,20 +180,24 @@ class BatchStep(PackedRows):
 
 
 def written(
-    pages: Any, latent: bool, key: Rows, value: Rows, slots: Int[Tensor, " rows"]
-) -> dict[str, Any]:
-    """Write new keys and values into a layer's pages; the scales beside them, as options.
+    cache: saccade.PagedCache, layer: int, key: Rows, value: Rows,
+    slots: Sequence[Int[Tensor, " rows"]],
+) -> tuple[Any, int, dict[str, Any]]:  # fmt: skip
+    """Write new keys and values of a layer: its pages, its group, and their scales as options.
 
-    latent: whether values are a part of keys.
+    slots: of each group of layers.
     """
-    scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+    pages, group = cache.pages(layer), cache.addresses[layer].group
+    scales: dict[str, Any] = {
+        "key_scales": pages.key_scales, "value_scales": pages.value_scales
+    }  # fmt: skip
     values = None, None
-    if not latent:
+    if not cache.latent:  # else values are a part of keys
         values = value[0].transpose(0, 1), pages.value_pages
     saccade.write_kv_cache(
-        key[0].transpose(0, 1), values[0], pages.key_pages, values[1], slots, **scales
+        key[0].transpose(0, 1), values[0], pages.key_pages, values[1], slots[group], **scales
     )
-    return scales
+    return pages, group, scales
 
 
 @dataclass(frozen=True)
