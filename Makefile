@@ -15,6 +15,10 @@ SHELL := /bin/sh
 .NOTPARALLEL:
 .PHONY: help install demo bench docs test test-slow test-quick test-newest test-training browser check kernels kernels-known wheel test-gpu clean
 
+# Images of containers tell Python to keep no bytecode: each of a hundred processes would compile
+# torch again, which takes 3 seconds, and each worker of pytest all tests and what they import.
+unexport PYTHONDONTWRITEBYTECODE
+
 VENV := .venv
 BIN := $(VENV)/bin
 # --no-compile: Python compiles a module at its first import. All of them took pip half of its time.
