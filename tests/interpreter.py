@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from interpreter_tiles import functions
 def hasten() -> None:
     """Leave out what the interpreter does again and again for nothing.
 
-    - It replaces all of `triton.language` when a kernel starts, and goes through all its names
+    - It goes through all names of `triton.language` when a kernel starts, to replace them, and
       again before every call of a device function.
     - It computes whole-number sums and products a second time, in 64 bits, to compare them; but
       without `debug` it looks at no comparison.
@@ -32,7 +33,9 @@ def hasten() -> None:
     builder.options = replace(builder.options, sanitize_overflow=builder.options.debug)
     fast = operators(whole, core) | functions(whole, core)
     whole._patch_attr = _called_directly(whole, core, fast)
-    whole._patch_lang = _once_a_kernel(whole._patch_lang)
+    whole._patch_lang = _once_a_kernel(whole)
+    semantic = whole.interpreter_semantic
+    semantic.to_tensor = _tensors_as_they_are(semantic)
     whole._get_np_dtype = _once_a_name(whole._get_np_dtype)
     if hasattr(core, "_type_for_tuple_values"):
         _describe_tuples_late(core)
@@ -81,22 +84,33 @@ def _called_directly(
     return patch
 
 
-def _once_a_kernel(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """`interpreter._patch_lang`, at work only where a kernel's start left something unreplaced."""
+def _once_a_kernel(interpreter: Any) -> Callable[[Any], Any]:
+    """`interpreter._patch_lang`, at work only where a kernel's start left something unreplaced.
+
+    What it replaces follows from the modules that a kernel sees. It is found once, and put there
+    again at the start of other kernels that see the same, unless something else was replaced since.
+    """
     from triton import language
 
+    patch = interpreter._patch_lang
     modules = {"triton.language": language, "triton.language.core": language.core}
     seen: dict[Any, frozenset[str]] = {}  # the modules that a function sees
+    known: dict[frozenset[str], _Replacement] = {}
     replaced: set[str] = set()  # in this kernel so far
 
     def patch_once(function: Any) -> Any:
         if function not in seen:
             values = [id(value) for value in function.__globals__.values()]
             seen[function] = frozenset(name for name, m in modules.items() if id(m) in values)
-        if seen[function] <= replaced:
+        sees = seen[function]
+        if sees <= replaced:
             return None  # to a device function, which has nothing to restore
-        scope = patch(function)
-        replaced.update(seen[function])
+        scope = known[sees].again(interpreter) if sees in known and not replaced else None
+        if scope is None:
+            scope = patch(function)
+            if not replaced:
+                known[sees] = _Replacement.of(scope)
+        replaced.update(sees)
         restore = scope.restore
 
         def restore_all() -> None:
@@ -107,6 +121,46 @@ def _once_a_kernel(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
         return scope
 
     return patch_once
+
+
+class _Replacement(NamedTuple):
+    """What a kernel's start replaced: owners and names, what was there, and what is there now."""
+
+    places: list[tuple[Any, str]]
+    before: list[Any]
+    after: list[Any]
+
+    @staticmethod
+    def of(scope: Any) -> _Replacement:
+        before: dict[tuple[Any, str], Any] = {}
+        for owner, name, original in scope._changes:
+            before.setdefault((owner, name), original)  # some names are replaced twice
+        places = list(before)
+        return _Replacement(places, list(before.values()), [getattr(*place) for place in places])
+
+    def again(self, interpreter: Any) -> Any:
+        """A scope in which it is replaced, or None: something else was there before."""
+        missing = interpreter._MISSING
+        found = [getattr(owner, name, missing) for owner, name in self.places]
+        if any(map(operator.is_not, found, self.before)):
+            return None
+        scope = interpreter._LangPatchScope()
+        for (owner, name), value in zip(self.places, self.after, strict=True):
+            setattr(owner, name, value)
+        scope._changes = [
+            (*place, original) for place, original in zip(self.places, found, strict=True)
+        ]
+        return scope
+
+
+def _tensors_as_they_are(semantic: Any) -> Callable[..., Any]:
+    """`to_tensor` of the interpreter, by which every assignment in a kernel goes."""
+    convert, tensor = semantic.to_tensor, semantic.tensor
+
+    def to_tensor(value: Any, check_type: bool = True) -> Any:
+        return value if value.__class__ is tensor else convert(value, check_type)
+
+    return to_tensor
 
 
 def _once_a_name(get: Callable[[Any], Any]) -> Callable[[Any], Any]:

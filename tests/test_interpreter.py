@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from typing import Any
 
@@ -11,6 +12,7 @@ from interpreter_operators import operators
 from interpreter_tiles import functions
 
 core: Any = pytest.importorskip("triton.language.core")
+language: Any = pytest.importorskip("triton.language")
 interpreter: Any = pytest.importorskip("triton.runtime.interpreter")
 OPERATORS = operators(interpreter, core)
 FAST = OPERATORS | functions(interpreter, core)
@@ -219,3 +221,51 @@ def _compare_stores(pointer: Any, value: Any, mask: Any) -> bool:
     finally:
         MEMORY[:] = before
     return not asked
+
+
+def names_of_the_language() -> dict[tuple[str, str], Any]:
+    """All that kernels find in it, by owner and name, but what is made whenever it is looked at."""
+    return {
+        (each.__name__, name): getattr(each, name)
+        for each in (language, language.math, core, core.tensor)
+        for name in dir(each)
+        if getattr(each, name) is getattr(each, name)
+    }
+
+
+def alike(one: dict[tuple[str, str], Any], other: dict[tuple[str, str], Any]) -> bool:
+    return one.keys() == other.keys() and all(one[name] is other[name] for name in one)
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="kernels are not interpreted here"
+)
+def test_every_kernel_starts_with_what_the_first_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    from saccade.ops.attention.triton import forward
+
+    function: Any = forward.attention_forward
+    kernel = function.jit
+    before, starts = names_of_the_language(), []
+    for _ in range(2):
+        scope = interpreter._patch_lang(kernel.fn)
+        starts.append(names_of_the_language())
+        scope.restore()
+        assert alike(names_of_the_language(), before)
+    assert alike(*starts) and not alike(starts[0], before)
+
+    monkeypatch.setattr(core, "load", core.store)  # which was not there before
+    scope = interpreter._patch_lang(kernel.fn)
+    assert core.load is not starts[0]["triton.language.core", "load"]
+    scope.restore()
+    assert core.load is core.store
+
+
+def test_a_tensor_is_assigned_as_it_is() -> None:
+    semantic = interpreter.interpreter_semantic
+    for scalar, shape in (("float32", (4, 8)), ("int64", ())):
+        made = tensor(scalar, shape, 1)
+        assert semantic.to_tensor(made, False) is made
+    assert semantic.to_tensor(3).dtype.name == "int32"
+    assert semantic.to_tensor("text", False) == "text"
+    with pytest.raises(TypeError):
+        semantic.to_tensor("text")
