@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from answers import expected
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from implementations import DELTA_IMPLEMENTATIONS, F64, Implementation, fixture_of
@@ -18,7 +19,7 @@ import saccade
 from saccade.runtime.delta_spec import DECAY_KINDS
 from saccade.testing import delta_oracle, poisoned
 from saccade.testing.cases import LAYOUTS
-from saccade.testing.delta import DeltaCase, DeltaDescription, expected
+from saccade.testing.delta import DeltaCase, DeltaDescription
 from saccade.testing.oracle import assert_within
 
 implementation = fixture_of(DELTA_IMPLEMENTATIONS)
@@ -27,7 +28,7 @@ implementation = fixture_of(DELTA_IMPLEMENTATIONS)
 def check(implementation: Implementation, configs: Any = None, **description: Any) -> None:
     """Compare one case with float64, in memory that holds NaN; small chunks too where there are."""
     case = implementation.delta_case(**description)
-    exact, allowed = expected(case)
+    exact, allowed = expected(case.description)
     for config in configs or implementation.configs_of(0):
         given_config: dict[str, Any] = {} if config is None else {"config": config}
         with poisoned():
