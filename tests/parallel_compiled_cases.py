@@ -196,4 +196,5 @@ def _recurrences_differ(group: Any) -> None:
 if __name__ == "__main__":
     chosen = SLOW_CASES if sys.argv[2:] == ["--slow"] else CASES
     run = functools.partial(run_rank, cases=chosen)
-    sys.exit(run_worlds(run, Path(sys.argv[1]), [WORLD]))
+    imports = ("torch._inductor.compile_fx",)
+    sys.exit(run_worlds(run, Path(sys.argv[1]), [WORLD], imports=imports))

@@ -262,6 +262,12 @@ def has_http() -> bool:
     return bool(openai and uvicorn)
 
 
+SERVED_BY = (
+    "openai.resources", "saccade.serving.server", "uvicorn.lifespan.on", "uvicorn.loops.auto",
+    "uvicorn.protocols.http.auto",
+)  # fmt: skip
+
+
 def started(engine: saccade.Engine) -> tuple[Any, Any, threading.Thread]:
     """A server in a thread, and a client of it."""
     import openai
@@ -421,7 +427,8 @@ if __name__ == "__main__":
     tiny_models.SIZES["vocab_size"] = VOCABULARY
     compute_alone()
     where = Path(sys.argv[1])
-    failed = run_worlds(run_rank, where, [WORLD])
+    imported = SERVED_BY if has_http() else ()
+    failed = run_worlds(run_rank, where, [WORLD], imports=imported)
     for ending in ENDINGS:
         run_worlds(run_ending(ending), where, [WORLD])  # a rank of it ends badly
     sys.exit(failed)

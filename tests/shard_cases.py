@@ -413,4 +413,5 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [WORLD]))
+    imports = "torch._inductor.compile_fx", "torch.distributed.fsdp"
+    sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [WORLD], imports=imports))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -41,12 +42,16 @@ def run_worlds(
     folder: Path,
     worlds: Sequence[int],
     start_method: Literal["fork", "spawn"] = "fork",
+    imports: Sequence[str] = (),
 ) -> int:
     """Run each world's ranks; the exit status says whether all processes ended well.
 
+    imports: modules that each rank would import late, for seconds, were they not forked with them.
     start_method: "spawn" where ranks use GPUs, which a forked process may not.
     """
     torch.set_num_threads(1)
+    for name in imports:
+        importlib.import_module(name)
     context: Any = multiprocessing.get_context(start_method)
     failed = 0
     for world in worlds:

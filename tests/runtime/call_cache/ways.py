@@ -399,6 +399,8 @@ def main() -> None:
     for module in (arguments, validation, call_cache):
         # As on a GPU: else calls with offsets would be checked every time.
         module.values_readable = lambda tensor: False  # type: ignore[attr-defined]
+    # An export imports for a second, which each process would do anew.
+    torch.export.export(torch.nn.Identity(), (torch.zeros(1),), strict=False)
     for operation in OPERATIONS.values():
         if process := os.fork():
             _, status = os.waitpid(process, 0)
