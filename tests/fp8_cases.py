@@ -64,7 +64,9 @@ def make_case(
     return Case((query, key, value), scales, options)
 
 
-def expected(case: Case, kv_tile: int = 128) -> tuple[Tensor, Tensor]:
+def expected(
+    case: Case, kv_tile: int = 128, sums: model.Sums = model.EXACT
+) -> tuple[Tensor, Tensor]:
     """Output and lse of a case without score and sinks, by the model."""
     query, key, value = (
         rows.double() * scale_of_rows(check_scale("", scale, rows, None), rows, None).double()
@@ -80,7 +82,7 @@ def expected(case: Case, kv_tile: int = 128) -> tuple[Tensor, Tensor]:
             pairs = None if seen is None else seen[batch, head]
             found = model.attention(
                 query[batch, head], key[batch, of_keys], value[batch, of_keys], scale,
-                tiles=model.Tiles(kv_tile), visible=pairs,
+                sums=sums, tiles=model.Tiles(kv_tile), visible=pairs,
             )  # fmt: skip
             outputs.append(found[0])
             lses.append(found[1])

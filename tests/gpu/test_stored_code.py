@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.abc
 import json
 import lzma
 import os
 import re
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -240,6 +244,47 @@ def test_settings_of_a_program_count_as_the_environment_does(
         assert stored_code.told_triton() == ""
         knobs.runtime.debug = True
         assert stored_code.told_triton() == "triton.knobs.runtime.debug"
+
+
+def test_settings_that_another_thread_is_importing_are_nobodys_wish(
+    untold: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module is in sys.modules before its parts are in it."""
+    monkeypatch.setitem(sys.modules, "triton.knobs", ModuleType("triton.knobs"))
+    assert stored_code.told_triton() == ""
+
+
+def test_threads_without_triton_are_all_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One imports it in vain; others waited for that import, and Python tells them otherwise."""
+    found: list[str] = []
+
+    class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+        def find_spec(self, name: str, *others: object) -> ModuleSpec | None:
+            return ModuleSpec(name, self) if name == "saccade.gpu.triton_compiler" else None
+
+        def exec_module(self, module: ModuleType) -> None:
+            time.sleep(0.2)  # until the others wait
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+    def ask() -> None:
+        try:
+            machine_code.compiled(ours(), ARGUMENTS, {}, "sm_90")
+        except Exception as error:
+            found.append(f"{type(error).__name__}: {error}")
+
+    monkeypatch.delitem(sys.modules, "saccade.gpu.triton_compiler", raising=False)
+    monkeypatch.delattr("saccade.gpu.triton_compiler", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Missing(), *sys.meta_path])
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == len(threads)
+    assert all(
+        told.startswith("RuntimeError: ") and "it takes Triton (pip install triton)" in told
+        for told in found
+    ), found
 
 
 def test_what_is_stored_is_passed_by_where_a_program_says_otherwise(

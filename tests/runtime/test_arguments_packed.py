@@ -8,6 +8,7 @@ import torch
 
 import saccade
 from saccade import KernelConfig, masks, scores
+from saccade.runtime.arguments import values_readable
 from saccade.testing import checked
 
 META = torch.device("meta")
@@ -264,3 +265,13 @@ def test_config_is_a_value():
     assert len({KernelConfig(64), KernelConfig(64), KernelConfig(0, 64)}) == 2
     with pytest.raises(AttributeError):
         KernelConfig().query_tile = 3  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_values_that_are_not_read_leave_no_break_in_a_graph() -> None:
+    """A tensor on a GPU: what decides whether its values are checked is not asked in a graph."""
+
+    def function(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor + values_readable(tensor)
+
+    compiled: Any = torch.compile(function, fullgraph=True, backend="eager")
+    assert compiled(torch.zeros(3, dtype=torch.int32, device=META)).device == META

@@ -165,19 +165,21 @@ def compiled(
     Raises:
         RuntimeError: where there is no Triton.
     """
-    try:
-        from saccade.gpu import triton_compiler
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != "triton":
-            raise
-        raise RuntimeError(
-            f"{kernel.__name__} has to be compiled for {architecture}, as no machine code for this "
-            f"call comes with this installation of Saccade; it takes Triton (pip install triton) "
-            'or implementation="reference"'
-        ) from None
-    target = triton_compiler.target_of(architecture)
     with compile_threads.turn() as turn:  # not before it is there does the time count
+        # One thread at a time: where an import fails, Python tells others that wait for it that
+        # the package has no such name.
+        try:
+            from saccade.gpu import triton_compiler
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] != "triton":
+                raise
+            raise RuntimeError(
+                f"{kernel.__name__} has to be compiled for {architecture}, as no machine code for "
+                "this call comes with this installation of Saccade; it takes Triton (pip install "
+                'triton) or implementation="reference"'
+            ) from None
         begin = time.perf_counter()
+        target = triton_compiler.target_of(architecture)
         found = triton_compiler.compiled(kernel, arguments, options, target, turn.end)
     _say(kernel, architecture, time.perf_counter() - begin)
     return found

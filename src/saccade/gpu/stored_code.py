@@ -28,6 +28,7 @@ import tempfile
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -157,8 +158,9 @@ def told_triton() -> str:
         if triton_only and name not in HARMLESS and not (name == PTXAS and by_inductor()):
             return name
     knobs = sys.modules.get("triton.knobs")  # whoever sets them has imported it
-    for part in TELLING if knobs else ():
-        for name, value in vars(getattr(knobs, part)).items():
+    for part in TELLING:
+        # While another thread is importing it, parts are missing, and nobody has set them.
+        for name, value in vars(getattr(knobs, part, SimpleNamespace())).items():
             if value and name not in HARMLESS_KNOBS:
                 return f"triton.knobs.{part}.{name}"
     return ""

@@ -89,11 +89,13 @@ def checked() -> Iterator[None]:
 
 def values_readable(tensor: Tensor) -> bool:
     """Whether a tensor's values may be read now: not while tracing or under vmap or grad."""
-    if type(tensor) is not Tensor or not (tensor.device.type == "cpu" or _checked.get()):
-        return False  # at once: every call over pages asks
-    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+    # In this order: every call over pages asks, and what is compiled must not come to `_checked`,
+    # as Dynamo does not follow a ContextVar before torch 2.15.
+    if type(tensor) is not Tensor or torch.compiler.is_compiling():
         return False
-    return not in_graph()
+    if not (tensor.device.type == "cpu" or _checked.get()):
+        return False
+    return not (torch._C._are_functorch_transforms_active() or in_graph())
 
 
 INTEGERS = (torch.int32, torch.int64)
