@@ -16,36 +16,46 @@ HERE = Path(__file__).parent
 CALLERS = ("bench", "demo", "integrations", "serving")
 """Folders of tests that call operations as users do, by shapes that their own tests try."""
 LONGEST = (  # files that take more than a quarter of a minute
-    "ops/attention/test_contract.py",
     "ops/linear_attention/test_contract.py",
+    "ops/attention/test_contract.py",
     "kernel_check/test_variants.py",
-    "integrations/test_transformers_compile.py",
-    "serving/test_engine.py",
-    "integrations/test_transformers_families.py",
     "ops/paged_attention/test_contract.py",
-    "serving/test_engine_failures.py",
     "parallel/test_calls.py",
+    "integrations/test_transformers_compile.py",
+    "tools/test_compile_wheel.py",
     "docs/test_chapters.py",
-    "ops/linear_attention/test_custom_op.py",
     "serving/test_compiled_layers.py",
-    "serving/test_decode_steps.py",
-    "runtime/call_cache/test_ways.py",
-    "ops/attention/test_contract_hidden.py",
-    "modifiers/test_intervals.py",
-    "modifiers/test_compile.py",
-    "kv_cache/test_interrupts.py",
-    "ops/attention/test_custom_op.py",
-    "serving/test_interrupts.py",
-    "bench/test_measure.py",
-    "bench/test_models.py",
+    "serving/test_ranks.py",
+    "serving/test_prompt_steps.py",
+    "integrations/test_transformers_families.py",
     "serving/test_hybrid.py",
-    "serving/test_server.py",
-    "runtime/test_shards.py",
+    "serving/test_decode_steps.py",
+    "serving/test_engine.py",
+    "ops/attention/test_contract_hidden.py",
+    "serving/test_engine_failures.py",
+    "runtime/call_cache/test_ways.py",
+    "kv_cache/test_interrupts.py",
     "test_memory_safety.py",
+    "serving/test_merged_products.py",
+    "parallel/test_compiled.py",
+    "modifiers/test_intervals.py",
+    "test_import.py",
+    "serving/test_compiled_products.py",
+    "modifiers/test_compile.py",
+    "ops/linear_attention/test_reference.py",
+    "bench/test_models.py",
+    "bench/test_measure.py",
     "kernel_check/test_commands.py",
-    "kv_cache/test_paged_cache_fuzz.py",
-    "bench/test_command.py",
-    "training/test_training_tools.py",
+    "serving/test_model.py",
+    "ops/linear_attention/test_custom_op.py",
+    "ops/attention/test_custom_op.py",
+    "gpu/test_machine_code.py",
+    "test_tracing.py",
+    "serving/test_server.py",
+    "docs/test_pages.py",
+    "serving/test_interrupts.py",
+    "runtime/test_shards.py",
+    "integrations/test_transformers_sharding.py",
 )
 
 if not torch.cuda.is_available():
@@ -66,6 +76,14 @@ os.environ["SACCADE_CONFIGS"] = ""  # a developer's own table of configs must no
 # Searching all objects for rings again and again takes a tenth of the time: tests and PyTorch's
 # modules are many, stay until the end, and tests leave few rings behind.
 gc.disable()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any module is imported whose shapes are checked."""
+    if config.getoption("jaxtyping_packages", None):
+        from shape_checks import check_shapes_alone
+
+        check_shapes_alone()
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

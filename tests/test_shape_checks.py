@@ -7,7 +7,7 @@ import pytest
 import shape_checks
 import torch
 from jaxtyping import Float, TypeCheckError, jaxtyped
-from shape_checks import typechecked
+from shape_checks import names_shapes, typechecked
 from torch import Tensor
 
 
@@ -52,3 +52,43 @@ def test_functions_of_one_name_with_other_shapes_have_checks_of_their_own() -> N
             continue
         with pytest.raises(TypeCheckError):
             inner(rows)
+
+
+class Annotated:
+    """Functions that name shapes, and such that do not."""
+
+    def rows(self, rows: Float[Tensor, "rows dim"]) -> None: ...
+
+    def rows_among_others(self, rows: "tuple[int, Float[Tensor, ' dim'] | None]") -> None: ...
+
+    def function_of_rows(self, call: Callable[[Float[Tensor, " dim"]], int]) -> None: ...
+
+    def result(self, count: int) -> Float[Tensor, " dim"]:
+        return torch.zeros(count)
+
+    def other_types(self, count: int, rows: "dict[str, list[Tensor]] | None") -> None: ...
+
+
+def test_functions_that_name_no_shape_are_told() -> None:
+    functions = {name: each for name, each in vars(Annotated).items() if callable(each)}
+    named = {name: names_shapes(function) for name, function in functions.items()}
+    assert [name for name, found in named.items() if not found] == ["other_types"]
+
+    def unknown(count: Any) -> None: ...
+
+    unknown.__annotations__["count"] = "Nowhere"
+    assert not names_shapes(unknown)
+
+
+def test_operations_are_checked_where_they_name_shapes(pytestconfig: pytest.Config) -> None:
+    """By `make test`, whose options say which."""
+    if not pytestconfig.getoption("jaxtyping_packages", None):
+        pytest.skip("no shapes are checked in this run")
+    from saccade.ops.attention import reference
+
+    wrong: Any = torch.zeros(2, 2)
+    with pytest.raises(TypeCheckError, match="parameters"):
+        reference.attend(wrong, wrong, wrong, None)
+    assert hasattr(reference.attend, "__wrapped__") and not hasattr(
+        reference.lay_out, "__wrapped__"
+    )
