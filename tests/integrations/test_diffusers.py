@@ -9,12 +9,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import tiny_diffusers
 import torch
 from diffusers.models import attention_dispatch as dispatch
-from diffusers.models.autoencoders.autoencoder_kl import AutoencoderKL
-from diffusers.models.autoencoders.autoencoder_tiny import AutoencoderTiny
-from diffusers.models.transformers.transformer_flux import FluxTransformer2DModel
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 import saccade
@@ -58,11 +55,7 @@ def test_a_call_through_their_dispatch(options: dict[str, Any]) -> None:
 
 def test_a_model_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    model = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    ).double()  # fmt: skip
+    model = tiny_diffusers.flux().double()
     inputs: dict[str, Any] = {
         "hidden_states": torch.randn(1, 16, 4, dtype=torch.float64),
         "encoder_hidden_states": torch.randn(1, 6, 32, dtype=torch.float64),
@@ -88,20 +81,12 @@ def test_a_model_of_theirs(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(found["saccade"], found["native"], **CLOSE)
 
 
-def unet() -> Any:
-    return UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=8,
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=4,
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("make", "others"),
     [
-        (unet, r"reach 0 attention modules, and not \d+ through AttnProcessor2_0"),
-        (lambda: AutoencoderKL(norm_num_groups=4, block_out_channels=(8,)), "AttnProcessor2_0"),
-        (lambda: AutoencoderTiny(), "reach 0 attention modules;"),
+        (tiny_diffusers.unet, r"reach 0 attention modules, and not \d+ through AttnProcessor2_0"),
+        (tiny_diffusers.autoencoder, "AttnProcessor2_0"),
+        (tiny_diffusers.tiny_autoencoder, "reach 0 attention modules;"),
     ],
 )
 def test_model_that_backends_do_not_reach_says_so(make: Any, others: str) -> None:
@@ -111,15 +96,11 @@ def test_model_that_backends_do_not_reach_says_so(make: Any, others: str) -> Non
 
 
 def test_reached_models_and_other_backends_are_silent() -> None:
-    flux = FluxTransformer2DModel(
-        patch_size=1, in_channels=4, num_layers=1, num_single_layers=1, attention_head_dim=16,
-        num_attention_heads=2, joint_attention_dim=32, pooled_projection_dim=32,
-        axes_dims_rope=(4, 4, 8),
-    )  # fmt: skip
+    flux = tiny_diffusers.flux()
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         flux.set_attention_backend("saccade")
-        unet().set_attention_backend("native")
+        tiny_diffusers.unet().set_attention_backend("native")
     assert diffusers.not_reached(flux, "saccade") is None
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import tiny_diffusers
 import torch
 from diffusers.models import attention_dispatch as dispatch
-from diffusers.models.unets.unet_2d_condition import UNet2DConditionModel
 from torch import Tensor
 
 import saccade
@@ -159,11 +159,7 @@ def test_what_the_backend_does_not_take_is_refused() -> None:
 
 def test_a_model_that_the_backend_does_not_reach_says_what_does() -> None:
     diffusers.register()
-    model = UNet2DConditionModel(
-        sample_size=8, block_out_channels=(8, 16), layers_per_block=1, norm_num_groups=4,
-        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"), cross_attention_dim=8,
-        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=4,
-    )  # fmt: skip
+    model = tiny_diffusers.unet()
     with pytest.warns(UserWarning, match=r"got 'saccade-fp8' for .*sdpa\.enable\(fp8=True\)"):
         model.set_attention_backend("saccade-fp8")
     native = dispatch.AttentionBackendName.NATIVE
