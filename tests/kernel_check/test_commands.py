@@ -82,33 +82,43 @@ def test_a_kernel_is_compiled_without_a_gpu(tmp_path, monkeypatch):
     assert all(row["usage"]["spills"] == 0 for row in rows)
 
 
-@needs_triton
-def test_check_is_short_and_compares_a_table(tmp_path):
-    file = tmp_path / "kernels.md"
-    file.write_text(f"{report.BEGIN}{report.END}\n")
-    known = "--known", str(tmp_path / "known.json")  # so that a kernel is compiled once
-    arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--jobs", "1", *known
-    arguments = *arguments, "--markdown", str(file)
+# ---- what is known -------------------------------------------------------------------------------
+
+USAGE = [64, 0, 1024, 0, 0, 0, 0, 0, 0]
+OF_OTHERS = {"9.9": {"a": USAGE}}
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Arguments of a command that has compiled a kernel, and the files that it wrote: a table, and
+    what is known, where it found something of other kernels and of another Triton."""
+    pytest.importorskip("triton")
+    table, known = (tmp_path_factory.mktemp("known") / name for name in ("k.md", "known.json"))
+    table.write_text(f"{report.BEGIN}{report.END}\n")
+    version = importlib.import_module("triton").__version__
+    known.write_text(json.dumps({version: {"0" * 24: USAGE}, **OF_OTHERS}))
+    arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--jobs", "1", "--known", str(known)
+    arguments = *arguments, "--markdown", str(table)
     assert run(*arguments).exit_code == 0
+    return arguments, table, known
+
+
+def test_check_is_short_and_compares_a_table(compiled):
+    arguments, table, _ = compiled
     done = run(*arguments, "--check")
     assert done.exit_code == 0, done.output
     assert "No default config spills" in done.output
     assert "list_tiles" not in done.output
-    file.write_text(file.read_text().replace("list_tiles", "list_tales"))
+    table.write_text(table.read_text().replace("list_tiles", "list_tales"))
     done = run(*arguments, "--check")
     assert done.exit_code == 2
     assert "list_tales" in done.output
     assert "saccade kernels --arch all --markdown" in done.output.replace("\n", " ")
 
 
-@needs_triton
-def test_what_is_known_of_other_kernels_stays(tmp_path):
-    file = tmp_path / "known.json"
-    usage = [64, 0, 1024, 0, 0, 0, 0, 0, 0]
+def test_what_is_known_of_other_kernels_stays(compiled):
+    *_, known = compiled
     version = importlib.import_module("triton").__version__
-    file.write_text(json.dumps({version: {"0" * 24: usage}, "9.9": {"a": usage}}))
-    arguments = "kernels", "-a", "sm_80", "-k", "list_tiles", "--jobs", "1", "--known", str(file)
-    assert run(*arguments).exit_code == 0
-    tables = json.loads(file.read_text())
-    assert len(tables[version]) > 1 and tables[version]["0" * 24] == usage
-    assert tables["9.9"] == {"a": usage}
+    tables = json.loads(known.read_text())
+    assert len(tables[version]) > 1 and tables[version]["0" * 24] == USAGE
+    assert {name: tables[name] for name in OF_OTHERS} == OF_OTHERS

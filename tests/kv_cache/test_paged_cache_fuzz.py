@@ -205,22 +205,21 @@ class Machine(RuleBasedStateMachine):
     def every_token_is_where_the_tables_say(self) -> None:
         if not getattr(self, "model", None) or not self.awake:
             return
-        table, lens = self.cache.tables(self.awake)
+        tables, lengths = (each.tolist() for each in self.cache.tables(self.awake))
         pages = self.cache.pages(0)
-        for row, sequence in enumerate(self.awake):
+        keys, values = (each[:, 0, :, 0].tolist() for each in (pages.key_pages, pages.value_pages))
+        for table, length, sequence in zip(tables, lengths, self.awake, strict=True):
             tokens = self.model[sequence]
-            assert int(lens[row]) == len(tokens) == self.cache.length(sequence)
-            at = torch.arange(len(tokens))
-            page, slot = table[row].long()[at // PAGE_SIZE], at % PAGE_SIZE
+            assert length == len(tokens) == self.cache.length(sequence)
             first = 0
             if self.window is not None:  # what was behind the window may be gone
                 held = self.cache.groups[0].sequences[sequence]
                 first = sum(number is None for number in held.pages) * PAGE_SIZE
                 # the next token sees as far back as this
                 assert first <= max(len(tokens) - self.window, 0)
-            wanted = torch.tensor(tokens[first:], dtype=torch.float32)
-            assert torch.equal(pages.key_pages[page, 0, slot, 0][first:], wanted)
-            assert torch.equal(pages.value_pages[page, 0, slot, 0][first:], -wanted)
+            places = [(table[at // PAGE_SIZE], at % PAGE_SIZE) for at in range(first, length)]
+            assert [keys[page][slot] for page, slot in places] == tokens[first:]
+            assert [-values[page][slot] for page, slot in places] == tokens[first:]
 
     @invariant()
     def known_pages_hold_what_they_are_known_for(self) -> None:
