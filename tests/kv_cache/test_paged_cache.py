@@ -1,6 +1,8 @@
 """PagedCache by example: what is shared, copied, found again, refused, and read."""
 
+import copy
 import itertools
+import pickle
 import threading
 
 import pytest
@@ -378,3 +380,10 @@ def test_what_is_forgotten_is_found_by_nobody():
     cache.check()
     assert cache.length(cache.allocate(PROMPT)) == 0
     assert cache.statistics().idle == 0
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy, copy.copy])
+def test_a_cache_is_neither_pickled_nor_copied(copied):
+    cache = saccade.PagedCache(4, page_size=4, num_layers=1, kv_heads=1, head_dim=8)
+    with pytest.raises(TypeError, match=r"^PagedCache: got a copy or a pickle of one"):
+        copied(cache)

@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import pickle
 
 import numpy as np
 import pytest
@@ -226,3 +227,10 @@ def test_every_seed_draws_its_own_text():
     samples = engine.submit_samples([5, 6], 5, seed=-2, **options)
     assert [tuple(each.result().tokens) for each in samples] == texts
     assert engine.generate([5, 6], top_k=2**70, **options)  # as many as there are
+
+
+@pytest.mark.parametrize("copied", [pickle.dumps, copy.deepcopy])
+def test_an_engine_is_neither_pickled_nor_copied(copied):
+    engine = saccade.Engine(served.model("llama"), num_pages=8, page_size=4)
+    with pytest.raises(TypeError, match=r"^Engine: got a copy or a pickle of one"):
+        copied(engine)

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -241,6 +241,13 @@ class PagedCache:
         number = next(self._numbers)
         changes.enter([changes.forked(group, number, sequence) for group in self._everything])
         return number
+
+    def __reduce__(self) -> NoReturn:
+        """A cache is neither pickled nor copied."""
+        raise TypeError(
+            "PagedCache: got a copy or a pickle of one, takes neither: sequences of both would "
+            "share a lock and numbers; make one in each process"
+        )
 
     @locked
     def append(

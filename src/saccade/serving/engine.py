@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from typing_extensions import Unpack
 
@@ -192,6 +192,13 @@ class Engine:
             lanes, ahead=ahead,
         )  # fmt: skip
         self._arrivals = itertools.count()
+
+    def __reduce__(self) -> NoReturn:
+        """An engine is neither pickled nor copied."""
+        raise TypeError(
+            "Engine: got a copy or a pickle of one, takes neither: it has threads, and a model that "
+            "they call; make one in each process"
+        )
 
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
         """Hand in a prompt; from any thread, without waiting.

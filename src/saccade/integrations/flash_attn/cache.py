@@ -16,6 +16,7 @@ from saccade.integrations.arguments import (
     without_autocast,
 )
 from saccade.integrations.flash_attn.functions import attention_options, without_gradient
+from saccade.runtime.arguments import INTEGERS, values_readable
 
 
 def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstring
@@ -173,16 +174,24 @@ class _Pages(NamedTuple):
         if cache_seqlens is None:
             cache_seqlens = self.capacity
         if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
+            if cache_seqlens.dtype not in INTEGERS or cache_seqlens.shape != (batch,):
+                raise ValueError(
+                    f"cache_seqlens: got {cache_seqlens.dtype} {tuple(cache_seqlens.shape)}, takes "
+                    f"int32 ({batch},) or one number"
+                )
             before = cache_seqlens.to(torch.int32)
         else:
             length = whole("cache_seqlens", cache_seqlens)
             before = torch.full((batch,), length, dtype=torch.int32, device=self.keys.device)
-        on_cpu = before.device.type == "cpu"
-        if on_cpu and before.numel() and int(before.max()) + num_new > self.capacity:
-            raise ValueError(
-                f"cache_seqlens: got {int(before.max())} and {num_new} new tokens, the cache holds "
-                f"{self.capacity}"
-            )
+        if values_readable(before) and batch:
+            least, most = (int(end) for end in before.aminmax())
+            if least < 0:
+                raise ValueError(f"cache_seqlens: got {least}, takes 0 to {self.capacity}")
+            if most + num_new > self.capacity:
+                raise ValueError(
+                    f"cache_seqlens: got {most} and {num_new} new tokens, the cache holds "
+                    f"{self.capacity}"
+                )
         return before, (before + num_new).clamp(max=self.capacity)
 
     def append(self, k: Tensor, v: Tensor, before: Tensor, rotation: _Rotation | None) -> None:
