@@ -196,8 +196,8 @@ class Engine:
     def __reduce__(self) -> NoReturn:
         """An engine is neither pickled nor copied."""
         raise TypeError(
-            "Engine: got a copy or a pickle of one, takes neither: it has threads, and a model that "
-            "they call; make one in each process"
+            "Engine: got a copy or a pickle of one, takes neither: it has threads, and a model "
+            "that they call; make one in each process"
         )
 
     def submit(self, prompt: Prompt, **options: Unpack[RequestOptions]) -> Completion:
