@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from served import engine_of
 from tiny_families import DECODERS, HYBRIDS
 
 import saccade
@@ -47,7 +48,7 @@ def uncached(name: str, prompt: tuple[int, ...], new_tokens: int = NEW_TOKENS) -
 def made(name: str, **options: Any) -> saccade.Engine:
     """An engine of few pages and short chunks, whose states hold NaN until they are written."""
     few = {"num_pages": 24, "page_size": 4, "max_batch_tokens": 9, "max_sequences": 4}
-    found = saccade.Engine(model(name), **{**few, **options})
+    found = engine_of(model(name), **{**few, **options})
     for pool in found.cache.states:
         pool.fill_(torch.nan)
     return found
