@@ -103,7 +103,7 @@ FP8_LENGTHS = (256, 4096)
 LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
 """What Triton is told: which line an instruction came from takes more memory than all code."""
 
-SAMPLE = 6  # kernels of a wheel that is made to be looked at
+SAMPLE = 4  # kernels of a wheel that is made to be looked at
 
 
 class Variant(NamedTuple):
