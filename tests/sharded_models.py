@@ -121,6 +121,7 @@ def run_graphs(rank: int, world: int, folder: Path) -> None:
 
 
 if __name__ == "__main__":
+    where, imports = Path(sys.argv[1]), ("transformers.models.llama.modeling_llama",)
     if sys.argv[2] == "--compiled":
-        sys.exit(run_worlds(run_graphs, Path(sys.argv[1]), [1, 2]))
-    sys.exit(run_worlds(run_rank, Path(sys.argv[1]), [int(world) for world in sys.argv[2:]]))
+        sys.exit(run_worlds(run_graphs, where, [1, 2], imports=imports))
+    sys.exit(run_worlds(run_rank, where, [int(world) for world in sys.argv[2:]], imports=imports))

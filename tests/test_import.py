@@ -1,5 +1,6 @@
 """`import saccade` is light: it adds little to `import torch`, and brings nothing that is heavy."""
 
+import functools
 import json
 import subprocess
 import sys
@@ -16,14 +17,18 @@ print(json.dumps([end - begin, begin - start, sorted(set(sys.modules) - before)]
 HEAVY = {"torch._dynamo", "torch._inductor", "triton", "hypothesis", "matplotlib", "rich", "typer"}
 
 
-def imported() -> tuple[float, float, list[str]]:
-    """Processor seconds for saccade, those for torch before it, and the modules it brings."""
+@functools.cache
+def imported(number: int) -> tuple[float, float, list[str]]:
+    """Processor seconds for saccade, those for torch before it, and the modules it brings.
+
+    number: of a process.
+    """
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, check=True)
     return tuple(json.loads(done.stdout))
 
 
 def test_import_brings_nothing_heavy() -> None:
-    _, _, modules = imported()
+    _, _, modules = imported(0)
     assert "saccade.ops.attention.reference" in modules
     assert not {"saccade.ops.attention.cpu.host", "saccade.ops.attention.triton.host"} & set(
         modules
@@ -47,5 +52,5 @@ def test_import_adds_at_most_a_fifth_of_what_torch_takes() -> None:
     What else runs makes some processes slower than others, and none faster: so of several
     processes the least counts, of one part as of the other.
     """
-    ours, torchs, _ = zip(*(imported() for _ in range(4)), strict=True)
+    ours, torchs, _ = zip(*map(imported, range(4)), strict=True)
     assert min(ours) <= min(torchs) / 5
