@@ -115,10 +115,7 @@ DELTA_PASSES = {
     "delta step": ("delta_step",),
 }  # fmt: skip
 FP8_PASSES = {
-    "fp8": (
-        "fp8_forward", "fp8_transform", "fp8_key_sums", "fp8_key_means", "fp8_quantise_rows",
-        "fp8_transpose_values",
-    ),
+    "fp8": ("fp8_forward", "fp8_quantise_values", "fp8_mean_keys", "fp8_quantise_rows"),
     "hopper_fp8": ("hopper_fp8_forward",),
 }  # fmt: skip
 BACKWARD, HOPPER_BACKWARD = "backward", "hopper_backward"

@@ -275,11 +275,11 @@ def fp8_entries() -> list[Entry]:
     forward = ("fp8_forward",)
     return [
         (Fp8KernelCall(64, "fp8", "causal"), forward),
-        (Fp8KernelCall(128, "fp8", "causal"), (*forward, "fp8_transpose_values")),
+        (Fp8KernelCall(128, "fp8", "causal"), (*forward, "fp8_quantise_values")),
         (Fp8KernelCall(256, "fp8", "causal"), forward),
         (Fp8KernelCall(128), PASSES["fp8"]),
         (Fp8KernelCall(128, mask="causal", packed=True), forward),
-        (Fp8KernelCall(256), ("fp8_quantise_rows", "fp8_transpose_values")),
+        (Fp8KernelCall(256), ("fp8_quantise_rows", "fp8_quantise_values")),
     ]
 
 

@@ -132,7 +132,7 @@ def test_keys_of_values_stand_as_an_operand_has_them() -> None:
     )  # fmt: skip
     plain, moved = (
         kind(found.inputs, found.variant, KernelConfig(), found.quantisation)._values(
-            found.inputs, "none", None, None
+            found.inputs, "none", None, (None, None)
         )
         for kind in (host.Fp8Call, AsOperand)
     )

@@ -54,12 +54,15 @@ def test_rounds_as_the_model_does(name: str) -> None:
         assert_close(found, wanted, float(case.rows[2].float().abs().max()) * 1.5)
 
 
-def quantised(packed: bool, mode: str) -> tuple[Any, Any]:
+def quantised(packed: bool, mode: str, nonfinite: bool = False) -> tuple[Any, Any]:
     """What the kernels make of 16-bit rows, and what the definition makes of them."""
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, length, dim) for heads, length, dim in ((2, 40, 48), (1, 140, 48))]
     rows = [torch.randn(shape, generator=generator) for shape in (*shapes, (1, 1, 140, 20))]
     rows[1] += 2  # a mean
+    if nonfinite:
+        for each in rows:
+            each[0, 0, 20, 3], each[0, 0, 35, 5] = torch.nan, -torch.inf
     ends: Any = (None, None)
     if packed:
         rows = [each[0].transpose(0, 1).contiguous() for each in rows]
@@ -96,6 +99,46 @@ def test_quantises_as_the_definition_does(packed: bool, mode: str) -> None:
         values = tiles.transpose(3, 4).flatten(2, 3)[:, :, :140]
         torch.testing.assert_close(values, wanted.inputs.value.float())
         assert not tiles[0, 0, 1, :, 12:].any()
+
+
+@interpreted
+def test_nonfinite_numbers_take_part_in_no_mean_and_no_scale() -> None:
+    (inputs, shift), wanted = quantised(False, "block", nonfinite=True)
+    for name in ("query", "key"):
+        found, exact = (
+            each.float() for each in (getattr(inputs, name), getattr(wanted.inputs, name))
+        )
+        hidden = exact.isnan()  # the definition multiplies all channels of a row, NaN · 0 included
+        assert bool(hidden.any()) and not bool((found.isnan() & ~hidden).any())
+        assert bool(found[..., [20, 35], :].isnan().any(-1)[0, 0].all())
+        differ = (found != exact)[~hidden]
+        assert float(differ.float().mean()) < 1e-3
+    for name in ("query_scale", "key_scale", "value_scale"):
+        found, exact = getattr(inputs, name), getattr(wanted.inputs, name)
+        torch.testing.assert_close(found, exact, atol=0, rtol=1e-5)
+    assert bool(shift.isfinite().all())
+    tiles = inputs.value.float().transpose(3, 4).flatten(2, 3)[:, :, :140]
+    torch.testing.assert_close(tiles, wanted.inputs.value.float(), equal_nan=True)
+
+
+@interpreted
+@pytest.mark.parametrize("incoherent", [False, True])
+def test_queries_and_keys_have_launches_of_their_own(incoherent: bool) -> None:
+    """Lengths and strides of one must not be taken for those of the other."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 1, length, 32).half() for length in (20, 140, 140)]
+    fp8 = Fp8Options(None, None, None, "block", incoherent, False, None)
+    found = prepare(
+        rows[0], rows[1], rows[2], None, None, None, None, fp8=fp8, mask=None, score=None,
+        scale=None, sinks=None, return_lse=True, config=None,
+    )  # fmt: skip
+    call = host.Fp8Call(found.inputs, found.variant, SMALL, found.quantisation)
+    inputs, shift = call._quantised(found.inputs)
+    assert len(call.steps) == 3 and shift is None  # values, keys, queries
+    wanted = quantise.quantised(found.inputs, found.quantisation).inputs
+    for name in ("query", "key"):
+        differ = getattr(inputs, name).float() != getattr(wanted, name).float()
+        assert float(differ.float().mean()) < 1e-3
 
 
 @interpreted

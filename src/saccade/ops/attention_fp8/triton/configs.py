@@ -7,6 +7,7 @@ they are the largest that compile without spilling.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import NamedTuple
 
 from saccade.ops.attention.triton.configs import check
 from saccade.runtime.fp8_spec import BLOCK_ROWS
@@ -25,6 +26,35 @@ _ADA = (
 _TABLES = {"sm_90": _HOPPER}
 # Not sm_100: Triton 3.6 fails to compile the kernels that quantise ("PassManager::run failed").
 ARCHITECTURES = ("sm_89", "sm_90", "sm_120")
+
+
+class QuantiseConfig(NamedTuple):
+    """How the kernel runs that quantises blocks of queries and keys."""
+
+    num_warps: int
+    registers: int  # of a thread at most; 0: as many as it takes
+    programs: int  # of a multiprocessor, which share out all blocks
+    stages: int  # of the pipeline that loads blocks ahead
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Options of the launch."""
+        limit = {"maxnreg": self.registers} if self.registers else {}
+        return {"num_warps": self.num_warps, **limit}
+
+
+# Columns: WIDTHS. Timed on an H200 (benchmarks/results/h200/fp8.txt).
+_QUANTISE_HOPPER = (
+    QuantiseConfig(4, 128, 4, 1), QuantiseConfig(8, 128, 2, 2), QuantiseConfig(8, 0, 1, 2),
+)  # fmt: skip
+_QUANTISE = QuantiseConfig(8, 0, 2, 1)
+
+
+def quantise(architecture: str, head_dim: int) -> QuantiseConfig:
+    """The config of what quantises rows of so many channels."""
+    if architecture != "sm_90":
+        return _QUANTISE
+    return _QUANTISE_HOPPER[next(n for n, widest in enumerate(WIDTHS) if head_dim <= widest)]
 
 
 def choose(architecture: str, width: int, requested: KernelConfig) -> KernelConfig:
@@ -50,6 +80,8 @@ def may_spill(architecture: str, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if architecture == "sm_90" and head_dim > WIDTHS[1]:
         return "two sums of so many channels have no registers beside a tile of weights"
+    if architecture == "sm_89" and head_dim > WIDTHS[1]:
+        return "rows of so many channels have no registers but for a few numbers of each block"
     if architecture == "sm_120" and head_dim > WIDTHS[0]:
         return "values loaded ahead have no registers beside two sums; its tiles wait for a GPU"
     return ""

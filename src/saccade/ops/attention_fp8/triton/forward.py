@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from saccade.gpu.fp8_numbers import as_e4m3, operand
 from saccade.gpu.language import tl, triton
 from saccade.gpu.online_softmax import LN_2, LOG2_E, max_of_rows, sum_of_rows
 from saccade.gpu.tensor_view import (
@@ -35,7 +36,7 @@ from saccade.gpu.tile_ranges import (
     nan_safe_parts,
     nan_safe_start,
 )
-from saccade.ops.attention_fp8.triton.numbers import as_e4m3, load_scale, operand
+from saccade.ops.attention_fp8.triton.numbers import load_scale
 from saccade.ops.attention_fp8.triton.quantise import load_values
 from saccade.runtime.fp8_spec import WEIGHTS_LOG2
 

@@ -1,7 +1,7 @@
 """fp8 attention by Triton kernels, as the operator starts them on GPUs.
 
-Of 16-bit rows: sums of keys → means → queries, keys and values as e4m3 numbers → attention. Where a
-head, or the tensor, has one scale, queries, keys and values are read for the largest number first.
+Of 16-bit rows: values as e4m3 numbers, and sums of keys → keys and queries as e4m3 numbers →
+attention. Where a head, or the tensor, has one scale, all are read for the largest number first.
 Of e4m3 rows: values transposed → attention.
 
 Calls of equal shapes, strides, dtypes and options are prepared once.
@@ -35,13 +35,12 @@ from saccade.ops.attention.triton.call_spec import remembered, with_unit_channel
 from saccade.ops.attention_fp8.quantise import TINIEST, of_heads, transform_size
 from saccade.ops.attention_fp8.triton import configs
 from saccade.ops.attention_fp8.triton.forward import Scales, attention_fp8_forward
-from saccade.ops.attention_fp8.triton.numbers import blocks_view, scale_view
+from saccade.ops.attention_fp8.triton.numbers import blocks_view, parts_view, scale_view
 from saccade.ops.attention_fp8.triton.quantise import (
-    fp8_key_means,
-    fp8_key_sums,
+    Blocks,
+    fp8_mean_keys,
     fp8_quantise_rows,
-    fp8_transform,
-    fp8_transpose_values,
+    fp8_quantise_values,
 )
 from saccade.runtime.fp8_spec import (
     BLOCK_ROWS,
@@ -55,8 +54,10 @@ from saccade.runtime.fp8_spec import (
 )
 from saccade.runtime.spec import KernelConfig, Variant
 
-NARROWEST = 16  # channels of a chunk that is transformed
-CHUNK = 128  # channels at a time where nothing is transformed
+NARROWEST, WIDEST = 16, 64  # channels of a chunk that is transformed by one product
+NARROW = 64  # channels of a block of values that takes half as many warps
+SUM_ROWS = 512  # keys that are summed by one program at least
+MOST_PARTS = 16  # of a sequence whose keys are summed
 
 
 def forward(
@@ -112,6 +113,10 @@ class Fp8Call:
         self.geometry = Geometry.of(inputs)  # type: ignore[arg-type]
         self.packed = inputs.cu_seqlens_q is not None
         self.device = current_device(inputs.query)
+        self.multiprocessors = call_spec.multiprocessors(inputs.query)
+        self.of_rows = configs.quantise(
+            call_spec.architecture(inputs.query), inputs.query.shape[-1]
+        )
         head_dim, value_dim = inputs.query.shape[-1], inputs.value.shape[-1]
         self.head_dim, self.value_dim = head_dim, value_dim
         self.head_width = max(next_width(head_dim), configs.SMALLEST)
@@ -119,7 +124,8 @@ class Fp8Call:
         queries, keys = self.geometry
         self.group = queries.heads // max(keys.heads, 1)
         self.size = transform_size(head_dim) if quantisation.incoherent and head_dim else 0
-        self.width = max(self.size, NARROWEST) if self.size else min(self.head_width, CHUNK)
+        self.width = min(max(next_width(head_dim), NARROWEST), WIDEST)
+        self.sum_rows = max(SUM_ROWS, next_width(-(-keys.length // MOST_PARTS)))
         self.steps: dict[Any, Launch] = {}
         self._prepare(inputs, variant, config)
         self.recorded = RecordedPass(inputs.query)
@@ -150,7 +156,7 @@ class Fp8Call:
     def _run(self, inputs: Fp8Inputs, variant: Variant) -> tuple[Tensor, Tensor]:
         output, lse = empty_fp8_results(inputs, self.quantisation.dtype)
         if self.quantisation.mode == GIVEN:
-            tiles = self._values(inputs, "none", None, None)
+            tiles = self._values(inputs, "none", None, (None, None))
             numbers = inputs._replace(value=tiles)
             shift = None
         else:
@@ -199,126 +205,140 @@ class Fp8Call:
 
     def _quantised(self, inputs: Fp8Inputs) -> tuple[Fp8Inputs, Tensor | None]:
         """The call with e4m3 rows, values in tiles; and what smoothing took from the scores."""
-        queries, keys = self.geometry
-        offsets_q, offsets_k = inputs[7:]
-        matrix, mean, shift = self._matrix(inputs.key), None, None
+        keys, sums, mean, shift, matrix = self.geometry.keys, None, None, None, None
+        if self.size:
+            matrix = inputs.key.new_empty(-(-self.head_dim // self.width), self.width, self.width)
         if self.quantisation.smooth:
-            mean = self._mean(inputs.key, offsets_k, matrix)
+            parts = 1 if self.packed else keys.batch, keys.heads, keys.slots(self.sum_rows)
+            sums = inputs.key.new_empty(*parts, self.head_dim, dtype=torch.float32)
+            mean = sums.new_empty(keys.batch, keys.heads, self.head_dim)
             _, shift = empty_fp8_results(inputs, self.quantisation.dtype)
-        query, query_scale = self._quantised_rows(
-            inputs.query, queries, offsets_q, (matrix, mean, shift)
+        changes = matrix, mean, shift
+        beside = sums, matrix
+        if self.quantisation.mode == "block":
+            scales = self._blocks_of(inputs)
+            value = self._values(inputs, "own", scales[2], beside)
+            self._means(inputs, sums, matrix, mean)
+            key = self._quantised_rows(inputs, 1, "own", scales[1], changes)
+            query = self._quantised_rows(inputs, 0, "own", scales[0], changes)
+        else:  # all rows are looked at first
+            largest = [each.zero_() for each in self._blocks_of(inputs)]
+            self._values(inputs, "largest", largest[2], beside)
+            self._means(inputs, sums, matrix, mean)
+            self._quantised_rows(inputs, 1, "largest", largest[1], changes)
+            self._quantised_rows(inputs, 0, "largest", largest[0], changes)
+            offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k
+            scales = [self._scale(*each) for each in zip(largest, inputs[:3], offsets, strict=True)]
+            value = self._values(inputs, "given", scales[2], (None, None))
+            key = self._quantised_rows(inputs, 1, "given", scales[1], changes)
+            query = self._quantised_rows(inputs, 0, "given", scales[0], changes)
+        found = inputs._replace(query=query, key=key, value=value)
+        names = "query_scale", "key_scale", "value_scale"
+        return found._replace(**dict(zip(names, scales, strict=True))), shift
+
+    def _values(
+        self, inputs: Fp8Inputs, scales: str, of_blocks: Tensor | None,
+        beside: tuple[Tensor | None, Tensor | None],
+    ) -> Tensor:  # fmt: skip
+        """Values in tiles [value_dim, BLOCK_ROWS], one for each block of keys of a head. of_blocks:
+        scales, or largest numbers. beside: sums of keys and the matrix of the transform, where they
+        are to be made as well."""
+        sums, matrix = beside
+        key, value, keys, offsets = inputs.key, inputs.value, self.geometry.keys, inputs[8]
+        tiles = value.new_empty(
+            *self._blocks(keys, value).shape, self.value_dim, BLOCK_ROWS, dtype=E4M3
         )
-        key, key_scale = self._quantised_rows(inputs.key, keys, offsets_k, (matrix, mean, None))
-        own = self.quantisation.mode == "block"
-        scale = self._blocks(keys, inputs.value) if own else None
-        if scale is None:
-            largest = self._blocks(keys, inputs.value).zero_()
-            self._values(inputs, "largest", None, largest)
-            scale = self._scale(largest, inputs.value, offsets_k)
-        tiles = self._values(inputs, "own" if own else "given", scale, None)
-        found = Fp8Inputs(query, key, tiles, query_scale, key_scale, scale, *inputs[6:])
-        return found, shift
-
-    def _matrix(self, key: Tensor) -> Tensor | None:
-        """The matrix that rows are transformed by, a square for each chunk of channels."""
-        if not self.size:
-            return None
-        chunks = -(-self.head_dim // self.width)
-        matrix = key.new_empty(chunks, self.width, self.width)
-        constants = {"WIDTH": self.width, "SIZE": self.size}
-        self._start(fp8_transform, constants, 4, chunks, (matrix,), lambda: (matrix,))
-        return matrix
-
-    def _mean(self, key: Tensor, offsets: Tensor | None, matrix: Tensor | None) -> Tensor:
-        """The mean key of each head, transformed, [batch, heads, dim]."""
-        keys, dim = self.geometry.keys, self.head_dim
-        blocks = self._blocks(keys, key)
-        sums = blocks.new_empty(*blocks.shape, dim)
-        mean = blocks.new_empty(keys.batch, keys.heads, dim)
-        steps = sums.stride()
-
-        def of_sums() -> View:
-            return blocks_view(sums, dim, steps[:2], keys, offsets)  # type: ignore[arg-type]
-
-        constants = {"HEAD_DIM": dim, "HEAD_WIDTH": self.head_width}
-        self._start(
-            fp8_key_sums, constants, 4, keys.programs(BLOCK_ROWS),
-            (key, sums, *there_are([offsets])),
-            lambda: (self._rows(key, keys, offsets), of_sums()),
+        constants = {
+            "VALUE_DIM": self.value_dim, "VALUE_WIDTH": self.value_width,
+            **self._transform(), "HEAD_WIDTH": self.head_width, "SUM_ROWS": self.sum_rows,
+            "SCALES": scales, "AS_OPERAND": self.as_operand,
+        }  # fmt: skip
+        programs = (
+            keys.programs(BLOCK_ROWS), 0 if sums is None else keys.programs(self.sum_rows),
+            0 if matrix is None else matrix.shape[0],
         )  # fmt: skip
-        constants = {"HEAD_DIM": dim, "WIDTH": self.width, "SIZE": self.size}
+        of_keys = None if sums is None else key
+
+        def arguments() -> tuple[Any, ...]:
+            return (
+                self._rows(value, keys, offsets),
+                self._of_blocks(self._tiles(tiles, offsets), of_blocks, keys, offsets),
+                None if sums is None else self._rows(key, keys, offsets),
+                None if sums is None else parts_view(sums, self.sum_rows, keys, offsets),
+                matrix,
+                fixed(programs[0]),
+                fixed(programs[1]),
+            )
+
+        tensors = there_are((value, tiles, of_blocks, of_keys, sums, matrix, offsets))
+        options = {"num_warps": 4 if self.value_width <= NARROW else 8}
+        self._start(fp8_quantise_values, constants, options, sum(programs), tensors, arguments)
+        return tiles
+
+    def _means(
+        self, inputs: Fp8Inputs, sums: Tensor | None, matrix: Tensor | None, mean: Tensor | None
+    ) -> None:
+        """The transformed mean key of each head, from the sums of its keys."""
+        if sums is None or mean is None:
+            return
+        keys, offsets = self.geometry.keys, inputs.cu_seqlens_k
+
+        def arguments() -> tuple[Any, ...]:
+            of_sums = parts_view(sums, self.sum_rows, keys, offsets)
+            return self._rows(inputs.key, keys, offsets), of_sums, matrix, mean
+
+        constants = {**self._transform(), "SUM_ROWS": self.sum_rows}
+        tensors = there_are((inputs.key, sums, matrix, mean, offsets))
         self._start(
-            fp8_key_means, constants, 8, keys.batch * keys.heads * -(-dim // self.width),
-            (key, sums, mean, *there_are([matrix, offsets])),
-            lambda: (self._rows(key, keys, offsets), of_sums(), mean, matrix),
-        )  # fmt: skip
-        return mean
+            fp8_mean_keys, constants, {"num_warps": 4}, keys.batch * keys.heads, tensors, arguments
+        )
 
     def _quantised_rows(
-        self, rows: Tensor, extent: Extent, offsets: Tensor | None,
+        self, inputs: Fp8Inputs, side: int, scales: str, of_blocks: Tensor,
         changes: tuple[Tensor | None, Tensor | None, Tensor | None],
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Queries or keys as e4m3 numbers, and their scales; changes: matrix, mean, and shift."""
+    ) -> Tensor:  # fmt: skip
+        """Queries (side 0) or keys as e4m3 numbers; of_blocks: scales, or largest numbers; changes:
+        matrix, mean and shift."""
+        matrix, mean, shift = changes
+        of_rows = self.of_rows
+        rows = inputs.key if side else inputs.query
+        extent, offsets = self.geometry[side], inputs[7 + side]
         numbers = rows.new_empty(rows.shape, dtype=E4M3)
-        if self.quantisation.mode == "block":
-            scale = self._blocks(extent, rows)
-            self._start_rows(rows, numbers, scale, None, extent, offsets, changes, "own")
-            return numbers, scale
-        largest = self._blocks(extent, rows).zero_()
-        self._start_rows(rows, None, None, largest, extent, offsets, changes, "largest")
-        scale = self._scale(largest, rows, offsets)
-        self._start_rows(rows, numbers, scale, None, extent, offsets, changes, "given")
-        return numbers, scale
-
-    def _start_rows(
-        self, rows: Tensor, numbers: Tensor | None, scale: Tensor | None, largest: Tensor | None,
-        extent: Extent, offsets: Tensor | None,
-        changes: tuple[Tensor | None, Tensor | None, Tensor | None], scales: str,
-    ) -> None:  # fmt: skip
-        """Start the kernel for queries (which have a group of heads for each mean) or keys."""
-        is_query, (matrix, mean, shift) = extent is self.geometry.queries, changes
+        shift = shift if side == 0 else None
         constants = {
-            "HEADS_PER_KV_HEAD": self.group if is_query else 1, "HEAD_DIM": self.head_dim,
-            "WIDTH": self.width, "SIZE": self.size, "SCALES": scales,
+            "GROUP": self.group if side == 0 else 1, **self._transform(), "SCALES": scales,
+            "STAGES": of_rows.stages,
         }  # fmt: skip
+        blocks = extent.programs(BLOCK_ROWS)
+        at_once = max(-(-blocks // (of_rows.programs * self.multiprocessors)), 1)
 
         def arguments() -> tuple[Any, ...]:
             return (
                 self._rows(rows, extent, offsets),
-                None if numbers is None else self._rows(numbers, extent, offsets),
-                scale_view(scale, extent, offsets),
-                scale_view(largest, extent, offsets),
+                self._of_blocks(self._rows(numbers, extent, offsets), of_blocks, extent, offsets),
                 matrix,
                 mean,
-                fixed(self.geometry.keys.heads),
                 None if shift is None else self._numbers(shift, offsets),
+                fixed(self.geometry.keys.heads),
+                fixed(blocks),
+                fixed(at_once),
             )
 
-        tensors = there_are((rows, numbers, scale, largest, matrix, mean, shift, offsets))
-        programs = extent.programs(BLOCK_ROWS)
-        self._start(fp8_quantise_rows, constants, 8, programs, tensors, arguments)
-
-    def _values(
-        self, inputs: Fp8Inputs, scales: str, scale: Tensor | None, largest: Tensor | None
-    ) -> Tensor:
-        """Values in tiles [value_dim, BLOCK_ROWS], one for each block of keys of a head."""
-        value, keys, offsets = inputs.value, self.geometry.keys, inputs.cu_seqlens_k
-        shape = self._blocks(keys, value).shape
-        tiles = value.new_empty(*shape, self.value_dim, BLOCK_ROWS, dtype=E4M3)
-        constants = {
-            "VALUE_DIM": self.value_dim, "VALUE_WIDTH": self.value_width, "SCALES": scales,
-            "AS_OPERAND": self.as_operand,
-        }  # fmt: skip
+        tensors = there_are((rows, numbers, of_blocks, matrix, mean, shift, offsets))
+        programs = -(-blocks // at_once)
         self._start(
-            fp8_transpose_values, constants, 8 if self.value_width <= CHUNK else 16,
-            keys.programs(BLOCK_ROWS),
-            there_are((value, tiles, scale, largest, offsets)),
-            lambda: (
-                self._rows(value, keys, offsets), self._tiles(tiles, offsets),
-                scale_view(scale, keys, offsets), scale_view(largest, keys, offsets),
-            ),
-        )  # fmt: skip
-        return tiles
+            fp8_quantise_rows, constants, of_rows.options, programs, tensors, arguments, side
+        )
+        return numbers
+
+    def _transform(self) -> dict[str, int]:
+        return {"HEAD_DIM": self.head_dim, "WIDTH": self.width, "SIZE": self.size}
+
+    def _blocks_of(self, inputs: Fp8Inputs) -> list[Tensor]:
+        """Memory for a number of each block of queries, keys and values."""
+        queries, keys = self.geometry
+        sides = zip((queries, keys, keys), inputs[:3], strict=True)
+        return [self._blocks(extent, rows) for extent, rows in sides]
 
     def _scale(self, largest: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:
         """The scale of each head, or of all, from the largest numbers of blocks."""
@@ -331,14 +351,15 @@ class Fp8Call:
     # ---- what is handed to kernels --------------------------------------------------------------
 
     def _start(
-        self, kernel: Any, constants: dict[str, Any], warps: int, programs: int, tensors: Any,
-        arguments: Any,
+        self, kernel: Any, constants: dict[str, Any], options: dict[str, int], programs: int,
+        tensors: Any, arguments: Any, side: int = 0,
     ) -> None:  # fmt: skip
-        """Start a kernel that was prepared, or prepare it."""
-        key = kernel, *constants.items(), len(tensors)
+        """Start a kernel that was prepared, or prepare it. side: which tensors it is for, where
+        one kernel serves several, whose lengths and strides may differ."""
+        key = kernel, side, *constants.items(), len(tensors)
         launch = self.steps.get(key)
         if launch is None:
-            options = {"num_warps": warps, "num_stages": 1}
+            options = {**options, "num_stages": 1}
             launch = self.steps[key] = Launch(kernel, constants, options)
         launch(programs, self.device, tensors, arguments)
 
@@ -347,6 +368,13 @@ class Fp8Call:
         batch = 1 if self.packed else extent.batch
         blocks = num_slots(extent.length, extent.batch if self.packed else None)
         return rows.new_empty(batch, extent.heads, blocks, dtype=torch.float32)
+
+    def _of_blocks(
+        self, numbers: View, of_blocks: Tensor | None, extent: Extent, offsets: Tensor | None
+    ) -> Blocks:
+        """Where a kernel writes; of_blocks: scales, or largest numbers, which it has one of."""
+        found = scale_view(of_blocks, extent, offsets)
+        return Blocks(numbers, found, found)
 
     def _rows(
         self, rows: Tensor, extent: Extent, offsets: Tensor | None,

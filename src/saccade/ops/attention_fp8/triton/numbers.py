@@ -1,9 +1,4 @@
-"""Numbers of eight bits in kernels: e4m3 conversions, and where scales and transposed values lie.
-
-Triton's interpreter converts to e4m3 wrongly (it rounds halves up, and a carry into the exponent is
-lost) and reads e4m3's NaN as 480. There bits are put together by hand, and products are of float16,
-which holds all e4m3 numbers exactly; a GPU has instructions for both.
-"""
+"""Where scales and transposed values lie: one number, or one tile, for each block of BLOCK rows."""
 
 # Triton's language has no types that a checker follows.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -15,9 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from saccade.gpu import tensor_view
-from saccade.gpu.device_ops import as_fp8_bytes
 from saccade.gpu.kernel_args import Extent
-from saccade.gpu.language import Constant, builtin_of_ours, tl, triton
+from saccade.gpu.language import Constant, tl, triton
 from saccade.gpu.signature import Length, Stride
 from saccade.gpu.tensor_view import View, first_slot, row_pointers, wide
 from saccade.runtime.fp8_spec import BLOCK_ROWS
@@ -25,54 +19,17 @@ from saccade.runtime.fp8_spec import BLOCK_ROWS
 BLOCK = tl.constexpr(BLOCK_ROWS)
 
 
-@builtin_of_ours
-def interpreted(_semantic: Any = None) -> Any:
-    """Whether Triton's interpreter runs the kernel."""
-    return True if _semantic is None else tl.constexpr(False)
-
-
-@triton.jit
-def as_e4m3(numbers):
-    """float32 numbers of at most 448, rounded to the nearest, halves to even; NaN stays."""
-    if interpreted():
-        rounded = as_fp8_bytes(numbers).to(tl.float8e4nv, bitcast=True)
-    else:
-        rounded = numbers.to(tl.float8e4nv)
-    return rounded
-
-
-@triton.jit
-def as_half(numbers):
-    """e4m3 numbers as float16, exactly."""
-    if interpreted():
-        bits = numbers.to(tl.uint8, bitcast=True).to(tl.uint16)
-        # float16's layout but for a shorter mantissa and a bias of 7 instead of 15.
-        half = (((bits & 0x80) << 8) | ((bits & 0x7F) << 7)).to(tl.float16, bitcast=True)
-        exact = (half.to(tl.float32) * 256.0).to(tl.float16)
-        exact = tl.where((bits & 0x7F) == 0x7F, float("nan"), exact)
-    else:
-        exact = numbers.to(tl.float16)
-    return exact
-
-
-@triton.jit
-def operand(numbers, EXACT: tl.constexpr):
-    """e4m3 numbers as a product takes them; EXACT: as float16, whose sums are of float32."""
-    if EXACT or interpreted():  # noqa: SIM108
-        made = as_half(numbers)
-    else:
-        made = numbers
-    return made
-
-
-# ---- one number, or one tile, for each block of BLOCK rows ---------------------------------------
-
-
 @triton.jit
 def packed_blocks(batch, strides, STEP: tl.constexpr, data):
     """Where the blocks of a packed sequence begin, and how many there are at most: see
     `fp8_spec.num_slots`."""
     return wide(first_slot(data, batch, BLOCK)) * STEP, data[3] // BLOCK + data[1]
+
+
+@triton.jit
+def packed_parts(batch, strides, STEP: tl.constexpr, data):
+    """Where the parts of a packed sequence begin, of so many rows each as the data end with."""
+    return wide(first_slot(data, batch, data[4])) * STEP, data[3] // data[4] + data[1]
 
 
 @triton.jit
@@ -98,6 +55,16 @@ def blocks_view(
     data = (offsets, extent.batch, extent.heads, extent.length)
     find = tensor_view.packed_program_by_heads
     return View(blocks, (0, strides[1]), constant, packed_blocks, find, data)
+
+
+def parts_view(
+    parts: Tensor, rows: int, extent: Extent, offsets: Tensor | None
+) -> View:  # [batch, heads, parts, dim], packed [1, heads, slots, dim]
+    """A View whose rows belong to parts of so many rows each."""
+    found = blocks_view(parts, parts.shape[3], parts.stride()[:2], extent, offsets)  # type: ignore[arg-type]
+    if offsets is None:
+        return found
+    return found._replace(position=packed_parts, data=(*found.data, Constant(rows)))
 
 
 def scale_view(scale: Tensor | None, extent: Extent, offsets: Tensor | None) -> View | None:

@@ -1,66 +1,41 @@
 """Quantise: 16-bit rows as e4m3 numbers with scales, a block of rows of one head in each program.
 
-`saccade.ops.attention_fp8.quantise` says what is computed. Keys are read once more than that for
-their mean. Values leave in tiles of their own, [channels, keys] for each block of keys: a GPU
-multiplies e4m3 numbers only if those that are added up lie side by side.
+`saccade.ops.attention_fp8.quantise` says what is computed. Two kernels do it, each of which has
+programs of two kinds, so that there are always some that wait for no other: values, with sums of
+keys; then keys and queries, which need the mean key. Values leave in tiles of their own, [channels,
+keys] for each block of keys: a GPU multiplies e4m3 numbers only if those that are added up lie side
+by side.
+
+All of it waits for memory, so a thread loads 16 bytes at a time, and whether a number is nonfinite
+is asked of a block's largest number, not of each.
 """
 
 # Triton's language has no types that a checker follows.
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 
-from saccade.gpu.language import tl, triton
+from typing import Any, NamedTuple
+
+from saccade.gpu.fp8_numbers import as_e4m3, as_e4m3_words
+from saccade.gpu.language import is_hopper, tl, triton
 from saccade.gpu.tensor_view import num_rows, row_pointers, store_numbers, wide
-from saccade.ops.attention_fp8.triton.numbers import BLOCK, as_e4m3, load_scale
+from saccade.ops.attention_fp8.triton.numbers import BLOCK, load_scale
 
 LARGEST = tl.constexpr(448.0)
 TINIEST = tl.constexpr(1.1754943508222875e-38)  # of scales, which divide
-SUMS_AT_ONCE = tl.constexpr(32)
+ROWS_AT_ONCE, STEPS = tl.constexpr(32), tl.constexpr(4)  # of keys that are summed
+PARTS_AT_ONCE = tl.constexpr(8)  # of sums that are added up
+MOST_KEPT = tl.constexpr(128)  # channels whose matrices a program keeps; on Hopper: any number
 
 
-# ---- means ---------------------------------------------------------------------------------------
+class Blocks(NamedTuple):
+    """Where a kernel writes what it makes of the blocks of rows: Views, or None."""
 
-
-@triton.jit
-def fp8_key_sums(key, sums, HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr):
-    """The sum of a block of keys, without what is nonfinite; `sums` is a View of rows of blocks."""
-    batch, head, tile, _ = key.find(tl.program_id(0), key.data, BLOCK)
-    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), tl.arange(0, HEAD_WIDTH)
-    exists = (rows < num_rows(key, batch))[:, None] & (channels < HEAD_DIM)[None, :]
-    pointers = row_pointers(key, batch, head, rows[:, None], channels[None, :])
-    keys = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
-    total = tl.sum(tl.where(tl.abs(keys) < float("inf"), keys, 0.0), 0)
-    here = (tile * BLOCK < num_rows(key, batch)) & (channels < HEAD_DIM)
-    tl.store(row_pointers(sums, batch, head, tile, channels), total, mask=here)
-
-
-@triton.jit
-def fp8_key_means(
-    key, sums, mean, matrix,
-    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
-):  # fmt: skip
-    """The transformed mean of a head's keys, from the sums of their blocks.
-
-    Grid: batch entries × heads × chunks of WIDTH channels. matrix, SIZE: see `transformed`.
-    """
-    chunks: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    first = tl.program_id(0) % chunks * WIDTH
-    row = tl.program_id(0) // chunks
-    head, batch = row % key.data[-2], row // key.data[-2]
-    length, channels = num_rows(key, batch), first + tl.arange(0, WIDTH)
-    blocks, total = tl.cdiv(length, BLOCK), tl.zeros([WIDTH], tl.float32)
-    for start in range(0, blocks, SUMS_AT_ONCE):
-        block = start + tl.arange(0, SUMS_AT_ONCE)
-        exists = (block < blocks)[:, None] & (channels < HEAD_DIM)[None, :]
-        pointers = row_pointers(sums, batch, head, block[:, None], channels[None, :])
-        total += tl.sum(tl.load(pointers, mask=exists, other=0.0), 0)
-    found = total / tl.maximum(length, 1).to(tl.float32)
-    if SIZE > 0:
-        entries = load_matrix(matrix, first, WIDTH).to(tl.float32)
-        found = tl.sum(found[:, None] * entries, 0) * (1.0 / tl.sqrt(SIZE * 1.0))
-    tl.store(mean + wide(row) * HEAD_DIM + channels, found, mask=channels < HEAD_DIM)
+    numbers: Any  # e4m3: of rows, or of tiles [VALUE_DIM, BLOCK]
+    scale: Any  # a number for each block; with SCALES "given" it is read, in any form
+    largest: Any  # the size of each block's largest number
 
 
 # ---- the transform -------------------------------------------------------------------------------
@@ -75,9 +50,8 @@ def hashed(numbers):
 
 
 @triton.jit
-def fp8_transform(matrix, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """The orthogonal matrix times sqrt(SIZE), WIDTH × WIDTH entries for each chunk of channels, of
-    which each program makes one.
+def write_matrix(matrix, chunk, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """The matrix of a chunk of WIDTH channels, each entry of which is 1, -1 or 0.
 
     An entry of a Hadamard matrix is negative where the indices have an odd number of bits in
     common.
@@ -87,149 +61,282 @@ def fp8_transform(matrix, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     common = common ^ (common >> 4)
     common = common ^ (common >> 2)
     common = (common ^ (common >> 1)) & 1
-    negative = common ^ (hashed(tl.program_id(0) * WIDTH + row) >> 31).to(tl.int32)
+    negative = common ^ (hashed(chunk * WIDTH + row) >> 31).to(tl.int32)
     entries = tl.where(row // SIZE == column // SIZE, 1.0 - 2.0 * negative.to(tl.float32), 0.0)
-    place = tl.program_id(0) * WIDTH * WIDTH + row * WIDTH + column
+    place = chunk * WIDTH * WIDTH + row * WIDTH + column
     tl.store(matrix + place, entries.to(matrix.dtype.element_ty))
 
 
 @triton.jit
-def load_matrix(matrix, first, WIDTH: tl.constexpr):
-    """The matrix of the chunk of channels from `first` on."""
-    place = tl.arange(0, WIDTH)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    return tl.load(matrix + first * WIDTH + place)
+def load_matrix(matrix, chunk, WIDTH: tl.constexpr):
+    """The matrix of a chunk of channels."""
+    row, column = tl.arange(0, WIDTH)[:, None], tl.arange(0, WIDTH)[None, :]
+    return tl.load(matrix + (chunk * WIDTH * WIDTH + row * WIDTH + column))
+
+
+@triton.jit
+def mixed(chunks, SIZE: tl.constexpr):
+    """The last step of the transform: chunks of half a Hadamard matrix's channels become their sum
+    and their difference, where a matrix is twice as wide as they are; and all get their size."""
+    FACTOR: tl.constexpr = SIZE**-0.5
+    found = ()
+    if chunks[0].shape[-1] < SIZE:
+        for pair in tl.static_range(len(chunks) // 2):
+            left, right = chunks[2 * pair], chunks[2 * pair + 1]
+            found = found + ((left + right) * FACTOR, (left - right) * FACTOR)  # noqa: RUF005
+    else:
+        for index in tl.static_range(len(chunks)):
+            found = found + (chunks[index] * FACTOR,)  # noqa: RUF005
+    return found
+
+
+# ---- sums of keys --------------------------------------------------------------------------------
+
+
+@triton.jit
+def sum_keys(
+    key, sums, program, SUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """The sum of SUM_ROWS keys of a head, without what is nonfinite."""
+    batch, head, part, _ = key.find(program, key.data, SUM_ROWS)
+    length = num_rows(key, batch)
+    end = tl.minimum((part + 1) * SUM_ROWS, length)
+    channels = tl.arange(0, WIDTH)
+    total = tl.zeros([ROWS_AT_ONCE, WIDTH], tl.float32)
+    for start in range(part * SUM_ROWS, end, STEPS * ROWS_AT_ONCE):
+        for step in tl.static_range(STEPS):
+            rows = start + step * ROWS_AT_ONCE + tl.arange(0, ROWS_AT_ONCE)
+            exists = (rows < length)[:, None]
+            if HEAD_DIM != WIDTH:
+                exists = exists & (channels < HEAD_DIM)[None, :]
+            pointers = row_pointers(key, batch, head, rows[:, None], channels[None, :])
+            keys = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
+            total += tl.where(tl.abs(keys) < float("inf"), keys, 0.0)
+    here = (channels < HEAD_DIM) & (part * SUM_ROWS < length)
+    tl.store(row_pointers(sums, batch, head, part, channels), tl.sum(total, 0), mask=here)
+
+
+@triton.jit
+def fp8_mean_keys(
+    key, sums, matrix, mean, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
+    SUM_ROWS: tl.constexpr,
+):  # fmt: skip
+    """One program: the transformed mean key of a head, from the sums of its parts; mean:
+    [batch, heads, HEAD_DIM]."""
+    heads = key.data[-2]
+    batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
+    length = num_rows(key, batch)
+    parts, count = tl.cdiv(length, SUM_ROWS), tl.maximum(length, 1).to(tl.float32)
+    found = ()
+    for chunk in tl.static_range((HEAD_DIM + WIDTH - 1) // WIDTH):
+        channels = chunk * WIDTH + tl.arange(0, WIDTH)
+        total = tl.zeros([WIDTH], tl.float32)
+        for start in range(0, parts, PARTS_AT_ONCE):
+            part = start + tl.arange(0, PARTS_AT_ONCE)
+            exists = (part < parts)[:, None] & (channels < HEAD_DIM)[None, :]
+            pointers = row_pointers(sums, batch, head, part[:, None], channels[None, :])
+            total += tl.sum(tl.load(pointers, mask=exists, other=0.0), 0)
+        total = total / count
+        if SIZE > 0:
+            total = tl.sum(total[:, None] * load_matrix(matrix, chunk, WIDTH).to(tl.float32), 0)
+        found = found + (total,)  # noqa: RUF005
+    if SIZE > 0:
+        found = mixed(found, SIZE)
+    for chunk in tl.static_range(len(found)):
+        channels = chunk * WIDTH + tl.arange(0, WIDTH)
+        pointers = mean + wide(tl.program_id(0)) * HEAD_DIM + channels
+        tl.store(pointers, found[chunk], mask=channels < HEAD_DIM)
+
+
+@triton.jit
+def load_mean(mean, number, chunk, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
+    """WIDTH channels of the mean key of a number."""
+    channels = chunk * WIDTH + tl.arange(0, WIDTH)
+    pointers = mean + wide(number) * HEAD_DIM + channels
+    return tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)[None, :]
+
+
+# ---- numbers and scales --------------------------------------------------------------------------
+
+
+@triton.jit
+def larger(left, right):
+    """The larger of two numbers, or NaN if one is."""
+    return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def largest_of(chunks):
+    """The size of the largest number of a tuple of tiles: inf or NaN, if one holds such."""
+    sizes = tl.abs(chunks[0])
+    for index in tl.static_range(1, len(chunks)):
+        sizes = larger(sizes, tl.abs(chunks[index]))
+    return tl.reduce(tl.reduce(sizes, 1, larger), 0, larger)
+
+
+@triton.jit
+def finite_size(tile):
+    """The sizes of a tile's numbers, 0 of what is nonfinite."""
+    sizes = tl.abs(tile)
+    return tl.where(sizes < float("inf"), sizes, 0.0)
+
+
+@triton.jit
+def largest_finite(chunks):
+    """The size of the largest finite number of a tuple of tiles."""
+    sizes = finite_size(chunks[0])
+    for index in tl.static_range(1, len(chunks)):
+        sizes = tl.maximum(sizes, finite_size(chunks[index]))
+    return tl.max(tl.max(sizes, 1), 0)
+
+
+@triton.jit
+def without_inf(chunks):
+    """A tuple of tiles with NaN for inf, which e4m3 has not."""
+    found = ()
+    for index in tl.static_range(len(chunks)):
+        found = found + (chunks[index] + chunks[index] * 0.0,)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def scale_of(size, blocks, at, length, SCALES: tl.constexpr):
+    """What a block is divided by, or 0 where it is only looked at: its largest number's share of
+    e4m3's, or the scale that is given."""
+    batch, head, tile = at
+    unit, present = tl.full([], 0.0, tl.float32), tile * BLOCK < length
+    if SCALES == "given":
+        unit += load_scale(blocks.scale, batch, head, tile * BLOCK)
+    elif SCALES == "own":
+        unit = tl.maximum(tl.div_rn(size, LARGEST + size * 0.0), TINIEST)
+        tl.store(row_pointers(blocks.scale, batch, head, tile, 0), unit, mask=present)
+    elif SCALES == "largest":
+        tl.store(row_pointers(blocks.largest, batch, head, tile, 0), size, mask=present)
+    return unit
 
 
 # ---- queries and keys ----------------------------------------------------------------------------
 
 
 @triton.jit
-def transformed(
-    view, at, first, matrix, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr
-):  # fmt: skip
-    """WIDTH channels of a block of rows, transformed, in float32; SIZE 0: as they are."""
-    batch, head, tile, _ = at
-    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, WIDTH)
-    exists = (rows < num_rows(view, batch))[:, None] & (channels < HEAD_DIM)[None, :]
-    pointers = row_pointers(view, batch, head, rows[:, None], channels[None, :])
-    chunk = tl.load(pointers, mask=exists, other=0.0)
-    if SIZE > 0:
-        numbers = tl.dot(chunk, load_matrix(matrix, first, WIDTH)) * (1.0 / tl.sqrt(SIZE * 1.0))
-    else:
-        numbers = chunk.to(tl.float32)
-    return numbers
-
-
-@triton.jit
-def mean_of(mean, at, first, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
-    """WIDTH channels of the transformed mean key."""
-    channels = first + tl.arange(0, WIDTH)
-    pointers = mean + wide(at[3]) * HEAD_DIM + channels
-    return tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)[None, :]
-
-
-@triton.jit
-def smoothed(
-    view, at, first, matrix, mean, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SIZE: tl.constexpr, SUBTRACT: tl.constexpr,
-):  # fmt: skip
-    """WIDTH channels of a block of rows, transformed, and of keys less their mean."""
-    numbers = transformed(view, at, first, matrix, HEAD_DIM, WIDTH, SIZE)
-    if mean is not None and SUBTRACT:
-        exists = (at[2] * BLOCK + tl.arange(0, BLOCK) < num_rows(view, at[0]))[:, None]
-        numbers = tl.where(exists, numbers - mean_of(mean, at, first, HEAD_DIM, WIDTH), 0.0)
-    return numbers
-
-
-@triton.jit
-def largest_of(numbers):
-    """The size of the largest number of a tile that is finite."""
-    sizes = tl.abs(numbers)
-    return tl.max(tl.max(tl.where(sizes < float("inf"), sizes, 0.0), 1), 0)
-
-
-@triton.jit
-def in_units(numbers, scale):
-    """Numbers over their scale as e4m3; what is nonfinite becomes NaN."""
-    units = tl.div_rn(numbers, numbers * 0.0 + scale)
-    units = tl.minimum(tl.maximum(units, -LARGEST), LARGEST)
-    return as_e4m3(tl.where(tl.abs(numbers) < float("inf"), units, float("nan")))
-
-
-@triton.jit
-def scale_of(largest, scale, batch, head, tile, SCALES: tl.constexpr):
-    """The scale of a block: of its own largest number, or the one that is given."""
-    if SCALES == "own":
-        found = tl.maximum(tl.div_rn(largest, LARGEST + largest * 0.0), TINIEST)
-    else:
-        found = load_scale(scale, batch, head, tile * BLOCK)
+def load_matrices(matrix, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    """The matrices of all chunks of channels, for the blocks of a program; none, where rows are not
+    transformed, or there are no registers to keep so many."""
+    found = ()
+    if SIZE > 0 and (HEAD_DIM <= MOST_KEPT or is_hopper()):
+        for chunk in tl.static_range((HEAD_DIM + WIDTH - 1) // WIDTH):
+            found = found + (load_matrix(matrix, chunk, WIDTH),)  # noqa: RUF005
     return found
 
 
 @triton.jit
-def fp8_quantise_rows(
-    view, numbers, scale, largest, matrix, mean, mean_heads, shift,
-    HEADS_PER_KV_HEAD: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
-    SIZE: tl.constexpr, SCALES: tl.constexpr,
+def load_transformed(
+    view, at, length, matrix, matrices, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of rows of a head. WIDTH channels at a time.
-
-    matrix, mean: of `fp8_transform` and `fp8_key_means`, or None. shift: where products of queries
-    with the mean go; None for keys, which it is subtracted from. SCALES: "own" writes scales of
-    blocks, "given" reads scales, and "largest" writes nothing but the size of each block's largest
-    number (to `largest`, a View of blocks).
-    """
-    SUBTRACT: tl.constexpr = shift is None
-    CHUNKS: tl.constexpr = (HEAD_DIM + WIDTH - 1) // WIDTH
-    batch, head, tile, _ = view.find(tl.program_id(0), view.data, BLOCK)
-    at = (batch, head, tile, batch * mean_heads + head // HEADS_PER_KV_HEAD)
-    present = tile * BLOCK < num_rows(view, batch)
-    size = tl.full([], 0.0, tl.float32)
-    if CHUNKS == 1:
-        only = smoothed(view, at, 0, matrix, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT)
-        size = largest_of(only)
-    elif SCALES != "given":
-        for index in tl.range(0, CHUNKS, num_stages=1):
-            size = tl.maximum(size, largest_of(smoothed(
-                view, at, index * WIDTH, matrix, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT
-            )))  # fmt: skip
-    if SCALES == "largest":
-        tl.store(row_pointers(largest, batch, head, tile, 0), size, mask=present)
-    else:
-        unit = scale_of(size, scale, batch, head, tile, SCALES)
-        if SCALES == "own":
-            tl.store(row_pointers(scale, batch, head, tile, 0), unit, mask=present)
-        product = tl.zeros([BLOCK], tl.float32)
-        if CHUNKS == 1:
-            product = store_chunk(numbers, at, 0, only, unit, mean, product, HEAD_DIM, SUBTRACT)
+    """A block of rows, transformed, in float32: a tuple of tiles [BLOCK, WIDTH]. Rows past the end
+    repeat the last one, which changes no scale; a block of no rows is 0."""
+    batch, head, tile = at
+    rows = tl.minimum(tile * BLOCK + tl.arange(0, BLOCK), length - 1)
+    present = (rows >= tile * BLOCK)[:, None]
+    loaded = ()
+    for chunk in tl.static_range((HEAD_DIM + WIDTH - 1) // WIDTH):
+        channels = chunk * WIDTH + tl.arange(0, WIDTH)
+        pointers = row_pointers(view, batch, head, rows[:, None], channels[None, :])
+        exists = present
+        if HEAD_DIM % WIDTH != 0:
+            exists = exists & (channels < HEAD_DIM)[None, :]
+        loaded = loaded + (tl.load(pointers, mask=exists, other=0.0),)  # noqa: RUF005
+    found = ()
+    for chunk in tl.static_range(len(loaded)):
+        if SIZE > 0:
+            if len(matrices) > 0:  # noqa: SIM108 (known when compiling)
+                entries = matrices[chunk]
+            else:
+                entries = load_matrix(matrix, chunk, WIDTH)
+            found = found + (tl.dot(loaded[chunk], entries),)  # noqa: RUF005
         else:
-            for index in tl.range(0, CHUNKS, num_stages=1):
-                chunk = smoothed(
-                    view, at, index * WIDTH, matrix, mean, HEAD_DIM, WIDTH, SIZE, SUBTRACT
-                )
-                product = store_chunk(
-                    numbers, at, index * WIDTH, chunk, unit, mean, product, HEAD_DIM, SUBTRACT
-                )
-        if shift is not None:
-            rows = tile * BLOCK + tl.arange(0, BLOCK)
-            store_numbers(shift, batch, head, rows, num_rows(view, batch), product)
+            found = found + (loaded[chunk].to(tl.float32),)  # noqa: RUF005
+    if SIZE > 0:
+        found = mixed(found, SIZE)
+    return found
 
 
 @triton.jit
-def store_chunk(
-    numbers, at, first, chunk, unit, mean, product, HEAD_DIM: tl.constexpr, SUBTRACT: tl.constexpr
+def quantise_block(
+    view, blocks, program, matrix, matrices, mean, mean_heads, shift, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SCALES: tl.constexpr,
 ):  # fmt: skip
-    """Write channels of a block of rows, but those past the end; add up products with the mean."""
-    batch, head, tile, _ = at
-    WIDTH: tl.constexpr = chunk.shape[1]
-    rows, channels = tile * BLOCK + tl.arange(0, BLOCK), first + tl.arange(0, WIDTH)
-    exists = (rows < num_rows(numbers, batch))[:, None] & (channels < HEAD_DIM)[None, :]
-    pointers = row_pointers(numbers, batch, head, rows[:, None], channels[None, :])
-    tl.store(pointers, in_units(chunk, unit), mask=exists)
-    if mean is not None and not SUBTRACT:
-        finite = tl.where(tl.abs(chunk) < float("inf"), chunk, 0.0)
-        product += tl.sum(finite * mean_of(mean, at, first, HEAD_DIM, WIDTH), 1)
-    return product
+    """A block of queries or keys of a head."""
+    batch, head, tile, _ = view.find(program, view.data, BLOCK)
+    length, at = num_rows(view, batch), (batch, head, tile)
+    chunks = load_transformed(view, at, length, matrix, matrices, HEAD_DIM, WIDTH, SIZE)
+    means = ()
+    if mean is not None:
+        number = batch * mean_heads + head // GROUP
+        for chunk in tl.static_range(len(chunks)):
+            means = means + (load_mean(mean, number, chunk, HEAD_DIM, WIDTH),)  # noqa: RUF005
+        if shift is None:
+            smoothed = ()
+            for chunk in tl.static_range(len(chunks)):
+                smoothed = smoothed + (chunks[chunk] - means[chunk],)  # noqa: RUF005
+            chunks = smoothed
+    size = largest_of(chunks)
+    if shift is not None and SCALES != "largest":
+        rows = tile * BLOCK + tl.arange(0, BLOCK)
+        product = chunks[0] * means[0]
+        for chunk in tl.static_range(1, len(chunks)):
+            product += chunks[chunk] * means[chunk]
+        product = tl.sum(product, 1)
+        # A row that holds NaN gets NaN wherever it sees a key, whatever is added to its lse.
+        product = tl.where(tl.abs(product) < float("inf"), product, 0.0)
+        store_numbers(shift, batch, head, rows, length, product)
+    if (size < float("inf")) == 0:
+        size = largest_finite(chunks)
+        chunks = without_inf(chunks)
+    unit = scale_of(size, blocks, at, length, SCALES)
+    if SCALES != "largest":
+        store_rows(blocks.numbers, at, length, chunks, 1.0 / unit, HEAD_DIM, WIDTH)
+
+
+@triton.jit
+def store_rows(
+    numbers, at, length, chunks, factor, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
+):  # fmt: skip
+    """Write a block of rows times a factor as e4m3 numbers, but those past the end."""
+    batch, head, tile = at
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    for chunk in tl.static_range(len(chunks)):
+        channels = chunk * WIDTH + tl.arange(0, WIDTH)
+        exists = (rows < length)[:, None]
+        if HEAD_DIM % WIDTH != 0:
+            exists = exists & (channels < HEAD_DIM)[None, :]
+        pointers = row_pointers(numbers, batch, head, rows[:, None], channels[None, :])
+        tl.store(pointers, as_e4m3(chunks[chunk] * factor), mask=exists)
+
+
+@triton.jit
+def fp8_quantise_rows(
+    view, blocks, matrix, mean, shift, mean_heads, num_blocks, at_once, GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, SCALES: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """One program: `at_once` blocks of queries or keys, of which it loads some ahead.
+
+    blocks: Blocks. GROUP: heads that share a mean of `fp8_mean_keys`, if there are means. shift:
+    where products of queries with these go; None for keys, which they are subtracted from. SCALES:
+    "own" writes scales of blocks, "given" reads scales, and "largest" writes nothing but the size
+    of each block's largest number.
+    """
+    first = tl.program_id(0) * at_once
+    if shift is None:  # the keys that were summed last come first: the L2 still has them
+        first = (tl.num_programs(0) - 1) * at_once - first
+    matrices = load_matrices(matrix, HEAD_DIM, WIDTH, SIZE)
+    for block in tl.range(first, tl.minimum(first + at_once, num_blocks), num_stages=STAGES):
+        quantise_block(
+            view, blocks, block, matrix, matrices, mean, mean_heads, shift, GROUP, HEAD_DIM, WIDTH,
+            SIZE, SCALES,
+        )  # fmt: skip
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -253,44 +360,81 @@ def operand_place(key):
 
 
 @triton.jit
-def fp8_transpose_values(
-    value, tiles, scale, largest,
-    VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, SCALES: tl.constexpr,
+def quantise_values(
+    value, blocks, program, VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr,
+    SCALES: tl.constexpr, AS_OPERAND: tl.constexpr,
+):  # fmt: skip
+    """A block of values of a head as a tile [VALUE_DIM, BLOCK] of e4m3 numbers; past the end they
+    are 0.
+
+    Keys of four neighbouring places are loaded into one thread, and change places with channels as
+    four bytes together.
+    """
+    batch, head, tile, _ = value.find(program, value.data, BLOCK)
+    length = num_rows(value, batch)
+    if tile * BLOCK < length:
+        channels, words = tl.arange(0, VALUE_WIDTH), tl.arange(0, BLOCK // 4)
+        loaded = ()
+        for byte in tl.static_range(4):
+            place = words * 4 + byte
+            rows = tile * BLOCK + (operand_key(place) if AS_OPERAND else place)
+            exists = (rows < length)[:, None]
+            if VALUE_DIM != VALUE_WIDTH:
+                exists = exists & (channels < VALUE_DIM)[None, :]
+            pointers = row_pointers(value, batch, head, rows[:, None], channels[None, :])
+            loaded = loaded + (tl.load(pointers, mask=exists, other=0.0),)  # noqa: RUF005
+        if SCALES != "none":
+            numbers = ()
+            for byte in tl.static_range(4):
+                numbers = numbers + (loaded[byte].to(tl.float32),)  # noqa: RUF005
+            size = largest_of(numbers)
+            if (size < float("inf")) == 0:
+                size = largest_finite(numbers)
+                numbers = without_inf(numbers)
+            unit = scale_of(size, blocks, (batch, head, tile), length, SCALES)
+            loaded = numbers
+            if SCALES != "largest":
+                factor = 1.0 / unit
+                scaled = ()
+                for byte in tl.static_range(4):
+                    scaled = scaled + (numbers[byte] * factor,)  # noqa: RUF005
+                loaded = scaled
+        if SCALES != "largest":
+            made = tl.trans(as_e4m3_words(loaded))  # [VALUE_WIDTH, BLOCK // 4]
+            start = row_pointers(blocks.numbers, batch, head, tile, 0)
+            start = start.to(tl.pointer_type(tl.int32))
+            pointers = start + (channels[:, None] * (BLOCK // 4) + words[None, :])
+            if VALUE_DIM == VALUE_WIDTH:
+                tl.store(pointers, made)
+            else:
+                tl.store(pointers, made, mask=(channels < VALUE_DIM)[:, None])
+
+
+@triton.jit
+def fp8_quantise_values(
+    value, of_value, key, sums, matrix, value_programs, sum_programs, VALUE_DIM: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
+    WIDTH: tl.constexpr, SIZE: tl.constexpr, SUM_ROWS: tl.constexpr, SCALES: tl.constexpr,
     AS_OPERAND: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of values of a head as a tile [VALUE_DIM, BLOCK] of e4m3 numbers.
+    """One program: a block of values of a head, then of others the sum of SUM_ROWS of its keys, or
+    the matrix of WIDTH channels, which other kernels will load.
 
-    tiles: a View whose rows are blocks of VALUE_DIM · BLOCK numbers; past the end they are 0.
-    SCALES: as in `fp8_quantise_rows`; "none": values are e4m3 numbers already. AS_OPERAND: keys
-    stand where `operand_place` says.
+    of_value: Blocks, whose numbers are tiles. SCALES: as in `fp8_quantise_rows`; "none": values are
+    e4m3 numbers already. AS_OPERAND: keys stand where `operand_place` says. sums, matrix: None: not
+    asked for.
     """
-    batch, head, tile, _ = value.find(tl.program_id(0), value.data, BLOCK)
-    length = num_rows(value, batch)
-    present = tile * BLOCK < length
-    places = tl.arange(0, BLOCK)
-    rows = tile * BLOCK + (operand_key(places) if AS_OPERAND else places)
-    channels = tl.arange(0, VALUE_WIDTH)
-    exists = (rows < length)[:, None] & (channels < VALUE_DIM)[None, :]
-    pointers = row_pointers(value, batch, head, rows[:, None], channels[None, :])
-    values = tl.load(pointers, mask=exists, other=0.0)
-    if SCALES == "none":
-        made = values
-    else:
-        wide_values = values.to(tl.float32)
-        size = largest_of(wide_values)
-        if SCALES == "largest":
-            tl.store(row_pointers(largest, batch, head, tile, 0), size, mask=present)
-            unit = size
-        else:
-            unit = scale_of(size, scale, batch, head, tile, SCALES)
-            if SCALES == "own":
-                tl.store(row_pointers(scale, batch, head, tile, 0), unit, mask=present)
-        made = in_units(wide_values, unit)
-    if SCALES != "largest":
-        within = channels[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-        here = present & (channels < VALUE_DIM)[:, None]
-        pointers = row_pointers(tiles, batch, head, tile, within)
-        tl.store(pointers, tl.trans(made), mask=here)
+    program = tl.program_id(0)
+    if program < value_programs:
+        quantise_values(value, of_value, program, VALUE_DIM, VALUE_WIDTH, SCALES, AS_OPERAND)
+    program -= value_programs
+    if sums is not None:  # noqa: SIM102 (known when compiling)
+        if (program >= 0) & (program < sum_programs):
+            sum_keys(key, sums, program, SUM_ROWS, HEAD_DIM, HEAD_WIDTH)
+    program -= sum_programs
+    if matrix is not None:  # noqa: SIM102
+        if program >= 0:
+            write_matrix(matrix, program, WIDTH, SIZE)
 
 
 @triton.jit
