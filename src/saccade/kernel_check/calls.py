@@ -339,7 +339,7 @@ class PagedCall(NamedTuple):
     """A call over pages, or a write of rows into them."""
 
     head_dim: int
-    dtype: str = "bf16"
+    dtype: str = "bf16"  # of queries; "fp8" over pages of it
     mask: str = "none"
     page_size: int = 64
     pages: str = ""  # their dtype, if it is another
@@ -375,7 +375,7 @@ class PagedCall(NamedTuple):
         found = self._inputs(device)
         output = attention_paged(
             *found[:5], mask=self._mask(device), key_scales=found.key_scales,
-            value_scales=found.value_scales,
+            value_scales=found.value_scales, query_scale=found.query_scale,
         )  # fmt: skip
         return output, []
 
@@ -398,18 +398,20 @@ class PagedCall(NamedTuple):
         stored = PAGE_DTYPES[self.pages or self.dtype]
 
         def scales() -> Tensor | None:
-            return torch.ones(shape[:3], device=device) if self.pages else None
+            of_eight_bits = self.pages or self.dtype == "fp8"
+            return torch.ones(shape[:3], device=device) if of_eight_bits else None
 
         table = torch.arange(self.batch * count, dtype=torch.int32, device=device)
         keys = _untouched(shape, stored, device)
         return PagedInputs(
-            _untouched(query_shape, DTYPES[self.dtype], device),
+            _untouched(query_shape, PAGE_DTYPES[self.dtype], device),
             keys,
             keys[..., : self.latent] if self.latent else _untouched(shape, stored, device),
             table.view(self.batch, count),
             torch.full((self.batch,), self.length, dtype=torch.int32, device=device),
             key_scales=scales(),
             value_scales=scales(),
+            query_scale=torch.ones(query_shape[:2], device=device) if self.dtype == "fp8" else None,
         )
 
     def _mask(self, device: torch.device) -> Mask | None:

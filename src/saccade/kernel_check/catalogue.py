@@ -271,9 +271,12 @@ def delta_entries(half: str) -> list[Entry]:
 
 
 def fp8_entries() -> list[Entry]:
-    """The calls of fp8 attention: of e4m3 rows, and of rows of 16 bits."""
-    forward = ("fp8_forward",)
+    """The calls of fp8 attention: of e4m3 rows, over pages too, and of rows of 16 bits."""
+    forward, few = ("fp8_forward",), FEW_QUERIES
     return [
+        *((PagedCall(dim, "fp8"), ("pages",)) for dim in (64, 128, 256)),
+        (PagedCall(256, "fp8", "causal", query_len=few), ("pages",)),
+        (PagedCall(128, "fp8", "causal", query_len=LONG_CHUNK), ("pages",)),
         (Fp8KernelCall(64, "fp8", "causal"), forward),
         (Fp8KernelCall(128, "fp8", "causal"), (*forward, "fp8_quantise_values")),
         (Fp8KernelCall(256, "fp8", "causal"), forward),

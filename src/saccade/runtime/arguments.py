@@ -407,6 +407,7 @@ def check_paged(inputs: PagedInputs) -> None:
     _check_query(inputs)
     check_pages(inputs.key_pages, inputs.value_pages, inputs.query.dtype, inputs.query.device)
     _check_paged_sizes(inputs)
+    _check_query_scale(inputs)
     check_scales(
         inputs.key_pages, inputs.value_pages, inputs.key_scales, inputs.value_scales, required=True
     )
@@ -419,8 +420,36 @@ def _check_query(inputs: PagedInputs) -> None:
     check_tensor("query", query, f"a tensor {takes}")
     if query.dim() != (3 if packed else 4):
         raise ValueError(f"query: got shape {tuple(query.shape)}, takes {takes}")
-    if query.dtype not in DTYPES:
-        raise TypeError(f"query: got {query.dtype}, takes float32, float64, bfloat16 or float16")
+    if query.dtype == torch.float8_e4m3fn:
+        pages = inputs.key_pages
+        if isinstance(pages, Tensor) and pages.dtype != query.dtype:
+            raise TypeError(
+                f"query: got {query.dtype} over pages of {pages.dtype}, takes it over pages of "
+                f"{query.dtype}"
+            )
+    elif query.dtype not in DTYPES:
+        raise TypeError(
+            f"query: got {query.dtype}, takes float32, float64, bfloat16, float16 or float8_e4m3fn"
+        )
+
+
+def _check_query_scale(inputs: PagedInputs) -> None:
+    """Refuse what e4m3 queries cannot be multiplied by; others have no scale."""
+    scale, query = inputs.query_scale, inputs.query
+    if scale is None:
+        return
+    if not inputs.fp8:
+        raise TypeError(f"query_scale: got a scale for {query.dtype}, takes None: it is of e4m3")
+    sizes = inputs.page_table.shape[0], query.shape[1]
+    takes = f"a float32 tensor of one number, or [batch, query_heads], here {sizes}"
+    check_tensor("query_scale", scale, takes, dtypes=(torch.float32,), device=query.device)
+    if tuple(scale.shape) not in ((), (1,), sizes):
+        raise ValueError(f"query_scale: got shape {tuple(scale.shape)}, takes {takes}")
+    if values_readable(scale):
+        wrong = ~((scale > 0) & (scale < torch.inf))
+        if bool(wrong.any()):
+            got = scale[wrong].flatten()[0].item()
+            raise ValueError(f"query_scale: got {got}, takes finite numbers above 0: {takes}")
 
 
 def check_pages(

@@ -74,6 +74,8 @@ def _triton_unsupported(problem: Problem) -> str | None:
     if head_dim > WIDEST_HEAD or value_dim > WIDEST_VALUE:
         takes = f"head_dim goes up to {WIDEST_HEAD} and value_dim up to {WIDEST_VALUE}"
         return f"{takes}, not {head_dim} and {value_dim}"
+    if problem.dtype == torch.float8_e4m3fn:  # queries over pages
+        return _fp8_triton_unsupported(problem)
     at = problem.device, problem.device_index, problem.dtype
     return _triton_device_unsupported(*at) or _tiles_unsupported(problem, backward=False)
 
@@ -266,7 +268,8 @@ def _linear_hopper_not_preferred(problem: LinearProblem) -> str | None:
 def _fp8_triton_unsupported(problem: Problem) -> str | None:
     if reason := _too_wide(problem):
         return reason
-    dtype = torch.float16 if problem.quantize == "given" else problem.dtype
+    given = problem.quantize == "given" or problem.dtype == torch.float8_e4m3fn
+    dtype = torch.float16 if given else problem.dtype
     at = problem.device, problem.device_index
     return _triton_device_unsupported(*at, dtype) or _fp8_device_unsupported(*at)
 

@@ -18,6 +18,11 @@ GIVEN = "given"  # the mode of a call whose rows are e4m3 already
 WEIGHTS_LOG2 = 8
 
 
+def rounded_weights(weights: Tensor) -> Tensor:
+    """Weights of at most 1 as the nearest e4m3 numbers over 2^8."""
+    return (weights * 2.0**WEIGHTS_LOG2).to(E4M3).to(weights.dtype) / 2.0**WEIGHTS_LOG2
+
+
 class Fp8Inputs(NamedTuple):
     """The tensors of one call, in the order of the operator's arguments.
 

@@ -246,6 +246,8 @@ def attention(
 
 def attention_paged(call: Callable[..., Any], inputs: Any, options: dict[str, Any]) -> Any:
     """`attention_paged`, each rank on its part; pages stay where they lie."""
+    if inputs.query_scale is not None:
+        raise NotImplementedError("query_scale: got a scale with DTensors, takes None")
     packed = inputs.cu_seqlens_q is not None
     where = PACKED if packed else DENSE
     split = Split(inputs.query, where)

@@ -42,6 +42,11 @@ LEAST_DECAY = -1000.0
 LEAST_DECAY_OF_FLOAT32 = -104.0  # e to it is 0 there
 
 
+def output_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of an output: the query's; bfloat16 of e4m3 queries."""
+    return torch.bfloat16 if dtype == torch.float8_e4m3fn else dtype
+
+
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums and of the lse: float64 for float64, float32 for all others."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -92,6 +97,7 @@ class PagedInputs(NamedTuple):
     sinks: Tensor | None = None
     key_scales: Tensor | None = None  # [num_pages, kv_heads, page_size]
     value_scales: Tensor | None = None
+    query_scale: Tensor | None = None  # of e4m3 queries, float32 [batch, query_heads]; None: 1
 
     @property
     def batch(self) -> int:
@@ -107,6 +113,11 @@ class PagedInputs(NamedTuple):
     def quantised(self) -> bool:
         """Whether pages hold numbers of eight bits."""
         return self.key_pages.dtype in QUANTISED
+
+    @property
+    def fp8(self) -> bool:
+        """Whether products are of e4m3 numbers."""
+        return self.query.dtype == torch.float8_e4m3fn
 
 
 class Gradients(NamedTuple):
@@ -189,12 +200,13 @@ def empty_rows(query: Tensor, value_dim: int, packed: bool) -> tuple[Tensor, Ten
 
 def empty_output(query: Tensor, heads: int, value_dim: int, packed: bool) -> Tensor:
     """Memory for an output of so many heads."""
+    dtype = output_dtype(query.dtype)
     if packed:
-        return query.new_empty(query.shape[0], heads, value_dim)
+        return query.new_empty(query.shape[0], heads, value_dim, dtype=dtype)
     batch, _, length = query.shape[:3]
     if heads_inside(query):
-        return query.new_empty(batch, length, heads, value_dim).transpose(1, 2)
-    return query.new_empty(batch, heads, length, value_dim)
+        return query.new_empty(batch, length, heads, value_dim, dtype=dtype).transpose(1, 2)
+    return query.new_empty(batch, heads, length, value_dim, dtype=dtype)
 
 
 def row_shape(output: Tensor, packed: bool) -> tuple[int, ...]:

@@ -167,7 +167,8 @@ def prepare_paged(
 ) -> tuple[PagedInputs, Variant, Problem, KernelConfig | None]:
     """Check every argument of a call over pages; give its values and its config."""
     arguments.refuse_recording("query")
-    inputs = inputs._replace(query=cast(inputs.query)[0])
+    if not (isinstance(inputs.query, Tensor) and inputs.fp8):
+        inputs = inputs._replace(query=cast(inputs.query)[0])
     longest_q, offsets = None, inputs.cu_seqlens_q
     if offsets is not None and isinstance(inputs.query, Tensor) and inputs.query.dim() == 3:
         tokens, device = inputs.query.shape[0], inputs.query.device
@@ -175,6 +176,9 @@ def prepare_paged(
         longest_q = arguments.check_max_length("max_seqlen_q", None, offsets)
     check_paged(inputs)
     query = inputs.query
+    if inputs.query_scale is not None and inputs.query_scale.dim() < 2:
+        scale_of_all = inputs.query_scale.reshape(()).expand(inputs.batch, query.shape[1])
+        inputs = inputs._replace(query_scale=scale_of_all)
     arguments.check_sinks(inputs.sinks, query)
     arguments.check_flag("return_lse", return_lse)
     arguments.check_flag("batch_invariant", batch_invariant)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.ops.attention_fp8.reference import rounded
+from saccade.runtime.fp8_spec import rounded_weights
 
 STEP = 32  # products that are added at a time
 BITS = 13  # that a sum keeps behind its leading one
@@ -80,7 +80,7 @@ def attention(
         rescale, weights = (row_max - base).exp(), (scores - base).exp()
         row_max, row_sum = new_max, row_sum * rescale + weights.sum(1, keepdim=True)
         accumulator, total = accumulator * rescale, total * rescale
-        accumulator = product(rounded(weights), value[here], accumulator, sums.bits)
+        accumulator = product(rounded_weights(weights), value[here], accumulator, sums.bits)
         if sums.tiles and (number + 1) % sums.tiles == 0:
             total, accumulator = total + accumulator, torch.zeros_like(accumulator)
     divisor = torch.where(row_sum == 0, 1, row_sum)

@@ -23,7 +23,7 @@ from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention import reference as exact
 from saccade.ops.attention_fp8.quantise import dequantised, quantised
-from saccade.runtime.fp8_spec import E4M3, WEIGHTS_LOG2, Fp8Inputs, Quantisation
+from saccade.runtime.fp8_spec import Fp8Inputs, Quantisation, rounded_weights
 from saccade.runtime.spec import Inputs, Variant
 
 
@@ -85,15 +85,10 @@ def _attend(
     sees_nothing = ~(visible.any(-1, keepdim=True) | (sink > -torch.inf))
     lse = (top + row_sum.log()).masked_fill(sees_nothing, -torch.inf)
     if round_weights:
-        weights = rounded(weights)
+        weights = rounded_weights(weights)
     weights = weights.masked_fill(~visible, 0)
     output = (weights @ value) * (row_max - top).exp() / row_sum
     return output.masked_fill(~visible.any(-1, keepdim=True), 0), lse.squeeze(-1)
-
-
-def rounded(weights: Tensor) -> Tensor:
-    """Weights of at most 1 as the nearest e4m3 numbers over 2^8."""
-    return (weights * 2.0**WEIGHTS_LOG2).to(E4M3).to(weights.dtype) / 2.0**WEIGHTS_LOG2
 
 
 def _largest(scores: Tensor) -> Tensor:

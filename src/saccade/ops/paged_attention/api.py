@@ -32,6 +32,7 @@ class PagedOptions(TypedDict, total=False):
     """The options of `attention_paged`, for type checkers."""
 
     cu_seqlens_q: Tensor | None
+    query_scale: Tensor | None
     key_scales: Tensor | None
     value_scales: Tensor | None
     mask: AnyMask
@@ -74,6 +75,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     kv_lens: Tensor,
     *,
     cu_seqlens_q: Tensor | None = None,
+    query_scale: Tensor | None = None,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
     mask: AnyMask = None,
@@ -95,6 +97,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     Args:
         query: [batch, query_heads, query_len, head_dim], or with cu_seqlens_q packed:
             [tokens, query_heads, head_dim]. The last query row stands at the sequence's end.
+            float8_e4m3fn over pages of it: products are of e4m3 numbers, as in `attention_fp8`.
         key_pages: [num_pages, kv_heads, page_size, head_dim], any strides, 1 to 1024 slots a page;
             of query's dtype, or float8_e4m3fn or int8.
         value_pages: [num_pages, kv_heads, page_size, value_dim], of key_pages' dtype. Where it is a
@@ -102,6 +105,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         page_table: int32 [batch, max_pages]; entries behind a sequence's last page are not read.
         kv_lens: int32 [batch]: tokens of each sequence in its pages, the new ones included.
         cu_seqlens_q: int32 [batch + 1], as in `attention_varlen`; None for a dense query.
+        query_scale: of e4m3 queries, float32: one number or [batch, query_heads]; None: 1.
         key_scales, value_scales: [num_pages, kv_heads, page_size]: what numbers of eight bits are
             multiplied by; int8 needs them, float8_e4m3fn may go without.
         mask: a `saccade.masks` Mask or a bool tensor (True = visible); None shows every key.
@@ -112,8 +116,8 @@ def attention_paged(  # breaks function-length: most of it is the docstring
             bits alone and in any batch, wherever its pages lie.
 
     Returns:
-        output of query's shape with value_dim channels; with `return_lse` also the lse
-        [batch, query_heads, query_len] ([query_heads, tokens] if packed).
+        output of query's shape with value_dim channels, bfloat16 of e4m3 queries; with `return_lse`
+        also the lse [batch, query_heads, query_len] ([query_heads, tokens] if packed).
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -133,7 +137,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
     """
     inputs = PagedInputs(
         query, key_pages, value_pages, page_table, kv_lens,
-        cu_seqlens_q, sinks, key_scales, value_scales,
+        cu_seqlens_q, sinks, key_scales, value_scales, query_scale,
     )  # fmt: skip
     if unknown:
         raise unknown_options(unknown)
@@ -207,7 +211,7 @@ PAGED = Operation(
     PagedInputs,
     "Tensor query, Tensor key_pages, Tensor value_pages, Tensor page_table, Tensor kv_lens, "
     "Tensor? cu_seqlens_q, Tensor? sinks, Tensor? key_scales, Tensor? value_scales, "
-    "Tensor[] tables",
+    "Tensor? query_scale, Tensor[] tables",
     f"{MODIFIERS}, int[] config, bool batch_invariant, str forward_by",
     num_results=2,
     variant_of=modified,

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention.reference import attend, score_pairs, sequence_and_row
-from saccade.runtime.spec import Inputs, PagedInputs, Variant, accumulate_dtype
+from saccade.runtime.fp8_spec import rounded_weights
+from saccade.runtime.spec import Inputs, PagedInputs, Variant, accumulate_dtype, output_dtype
 
 
 def attention_paged(
@@ -26,11 +27,69 @@ def attention_paged(
     """
     sums = sums or accumulate_dtype(inputs.query.dtype)
     dense, at, reachable = lay_out(inputs, sums)
-    output, lse = attend(dense, variant, at, reachable)
-    output = output.to(inputs.query.dtype)
+    if inputs.fp8:
+        output, lse = _attend_fp8(inputs, dense, variant, at, reachable)
+    else:
+        output, lse = attend(dense, variant, at, reachable)
+    output = output.to(output_dtype(inputs.query.dtype))
     if inputs.cu_seqlens_q is None:
         return output, lse
     return unpadded(output, inputs, 0.0), unpadded(lse, inputs, -torch.inf).transpose(0, 1)
+
+
+def _attend_fp8(
+    inputs: PagedInputs, dense: Inputs, variant: Variant, at: Coordinates, reachable: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Attention of e4m3 queries, whose weights are e4m3 numbers too:
+
+        weights = e4m3(2^8 · exp(scores - row_max) · value_scales / largest) / 2^8
+        output  = weights · e4m3 values · largest / Σ exp(scores - row_max)
+
+    largest: of the scales of a sequence's values. What visits keys in tiles rounds in units of the
+    largest score, and scale, so far.
+    """
+    scores, visible, value = score_pairs(dense, variant, at, reachable)
+    row_max = torch.zeros_like(scores[..., :1])
+    if scores.shape[-1]:
+        row_max = scores.amax(-1, keepdim=True)
+    row_max = row_max.masked_fill(row_max == -torch.inf, 0)
+    sink = scores.new_full((1, 1, 1, 1), -torch.inf)
+    if dense.sinks is not None:
+        sink = dense.sinks.view(1, -1, 1, 1)
+    weights, top = (scores - row_max).exp(), torch.maximum(row_max, sink)
+    row_sum = weights.sum(-1, keepdim=True) * (row_max - top).exp() + (sink - top).exp()
+    sees_nothing = row_sum == 0
+    row_sum = row_sum.masked_fill(sees_nothing, 1)
+    lse = (top + row_sum.log()).masked_fill(sees_nothing, -torch.inf).squeeze(-1)
+    numbers, factors, largest = _value_numbers(inputs, value, at)
+    weights = rounded_weights(weights * factors.mT).masked_fill(~visible, 0)
+    output = (weights @ numbers) * largest * (row_max - top).exp() / row_sum
+    return output.masked_fill(sees_nothing, 0), lse
+
+
+def _value_numbers(
+    inputs: PagedInputs, value: Tensor, at: Coordinates
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Values of a call's rows [batch, heads, keys, dim] as e4m3 numbers, their scales over the
+    largest of a sequence and head, and this; 0 for rows that hold NaN or are no keys."""
+    if inputs.value_scales is None:
+        return value, value.new_ones(1, 1, 1, 1), value.new_ones(1, 1, 1, 1)
+    group = value.shape[1] // max(inputs.value_scales.shape[1], 1)
+    numbers, factors = (
+        gathered(rows, None, inputs.page_table, at.kv_row.flatten(), value.dtype)
+        for rows in (inputs.value_pages, inputs.value_scales.unsqueeze(-1))
+    )
+    exist = (at.kv_row < inputs.kv_lens.view(-1, 1, 1, 1)).mT  # [batch, 1, keys, 1]
+    finite = exist & numbers.isfinite().all(-1, keepdim=True) & factors.isfinite()
+    numbers, factors = (rows.masked_fill(~finite, 0) for rows in (numbers, factors))
+    largest = factors.new_zeros(*factors.shape[:2], 1, 1)
+    if factors.shape[2]:
+        largest = factors.abs().amax(2, keepdim=True)
+    factors = factors / largest.masked_fill(largest == 0, 1)
+    numbers, factors, largest = (
+        rows.repeat_interleave(group, 1) for rows in (numbers, factors, largest)
+    )
+    return numbers, factors, largest
 
 
 def unpadded(rows: Tensor, inputs: PagedInputs, of_padding: float) -> Tensor:
@@ -75,7 +134,10 @@ def lay_out(inputs: PagedInputs, sums: torch.dtype) -> tuple[Inputs, Coordinates
     of_queries = at.query_row < query_lens.view(-1, 1, 1, 1)
     reachable = of_queries & (at.kv_row < kv_lens.view(-1, 1, 1, 1))
     sinks = None if inputs.sinks is None else inputs.sinks.to(sums)
-    return Inputs(query.to(sums), key, value, sinks), at, reachable
+    query = query.to(sums)
+    if inputs.query_scale is not None:
+        query = query * inputs.query_scale.to(sums)[:, :, None, None]
+    return Inputs(query, key, value, sinks), at, reachable
 
 
 def gathered(

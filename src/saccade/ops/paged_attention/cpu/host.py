@@ -14,7 +14,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from saccade.ops.attention.cpu import block_mask
+from saccade.ops.attention.cpu import block_mask, fp8_tile
 from saccade.ops.attention.cpu import host as attention_host
 from saccade.ops.attention.cpu.block_mask import Run, TileSizes
 from saccade.ops.attention.cpu.segments import DenseProblem, check_ends, clear_padding
@@ -29,6 +29,7 @@ from saccade.ops.paged_attention.cpu.groups import (
     planned_groups,
 )
 from saccade.ops.paged_attention.cpu.pages import PageReader, Scratch
+from saccade.runtime.fp8_spec import BLOCK_ROWS
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 from saccade.runtime.validation import computed_without
 
@@ -42,7 +43,8 @@ def forward(
     ends = None if offsets is None else offsets.tolist()
     if ends is not None:
         check_ends("cu_seqlens_q", ends, inputs.query.shape[0])
-    groups = [] if batch_invariant else planned_groups(inputs, variant, ends)
+    alone = batch_invariant or inputs.fp8
+    groups = [] if alone else planned_groups(inputs, variant, ends)
     return _attend(inputs, variant, config, batch_invariant, ends, groups)
 
 
@@ -51,7 +53,8 @@ def prepared(
 ) -> Callable[[PagedInputs, Variant], tuple[Tensor, Tensor]]:
     """`forward` for calls like this one, whose kind is worked out once where sequences have one
     query row each: all layers of a model that are alike then find the plan of a step by it."""
-    if batch_invariant or inputs.cu_seqlens_q is not None or inputs.query.shape[2] != 1:
+    alone = batch_invariant or inputs.fp8
+    if alone or inputs.cu_seqlens_q is not None or inputs.query.shape[2] != 1:
         return lambda inputs, variant: forward(inputs, variant, config, batch_invariant)
     kind = kind_of(inputs, variant, None)
 
@@ -97,7 +100,10 @@ def _attend(
             query = query.contiguous()
         dense = _dense(query, inputs, variant, config, sequence, kv_len)
         pages = PageReader.of(inputs, sequence, kv_len, dtype, batch_invariant, scratch)
-        found = attention_host.attend(dense, partial(_pieces, dense, pages))
+        if inputs.fp8:
+            found = attend_fp8(dense, inputs, pages, config, sequence)
+        else:
+            found = attention_host.attend(dense, partial(_pieces, dense, pages))
         of_output.copy_(found[0].squeeze(0))
         of_lse.copy_(found[1].squeeze(0))
     return output, lse
@@ -153,6 +159,32 @@ def _pieces(
         key, value = pages.rows(piece)
         there = dense._replace(key=key, value=value, first_kv=piece.start)
         yield there, (piece.start, piece.stop)
+
+
+def attend_fp8(
+    dense: DenseProblem, inputs: PagedInputs, pages: PageReader, config: KernelConfig, sequence: int
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of a sequence of e4m3 queries: weights take the scales of values, and are
+    rounded, so that products are of e4m3 numbers."""
+    query, kv_len = dense.query, dense.sizes.kv_len
+    if inputs.query_scale is not None:
+        query = query * inputs.query_scale[sequence].view(1, -1, 1, 1)
+    key, value, scales = pages.numbers(kv_len)
+    largest = None
+    if scales is not None:
+        finite = scales.isfinite()
+        value = value.masked_fill(~finite.unsqueeze(-1), torch.nan)  # of a hidden row, perhaps
+        scales = scales.masked_fill(~finite, 0)
+        largest = scales.abs().amax(-1, keepdim=True)
+        scales = scales / largest.masked_fill(largest == 0, 1)
+    dense = dense._replace(query=query, key=key, value=value)
+    nonfinite = not all(bool(rows.isfinite().all()) for rows in dense[:3])
+    tile = config.kv_tile or BLOCK_ROWS
+    output, lse = fp8_tile.attend(dense, tile, nonfinite, value_scales=scales)
+    if largest is not None:
+        group = query.shape[1] // largest.shape[1]
+        output = output * largest.repeat_interleave(group, 1).unsqueeze(-1)
+    return output, lse
 
 
 def _dense(

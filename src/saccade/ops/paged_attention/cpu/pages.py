@@ -203,6 +203,23 @@ class PageReader(NamedTuple):
             self._copy("value", inputs.value_pages, inputs.value_scales, piece),
         )
 
+    def numbers(self, kv_len: int) -> tuple[Tensor, Tensor, Tensor | None]:
+        """All keys, [1, kv_heads, rows, dim], and values, these without their scales; and the
+        scales, [1, kv_heads, rows], if there are any."""
+        inputs, piece = self.inputs, Piece(0, kv_len, False)
+        if kv_len == 0:
+            key, value = (
+                rows.new_empty(1, rows.shape[1], 0, rows.shape[3], dtype=self.dtype)
+                for rows in (inputs.key_pages, inputs.value_pages)
+            )
+            return key, value, None
+        key = self._copy("key", inputs.key_pages, inputs.key_scales, piece)
+        value = self._copy("value", inputs.value_pages, None, piece)
+        if inputs.value_scales is None:
+            return key, value, None
+        scales = inputs.value_scales[self.page_numbers].transpose(0, 1).flatten(1)[:, :kv_len]
+        return key, value, scales.to(self.dtype).unsqueeze(0)
+
     def _viewed(self, pages: Tensor, piece: Piece) -> Float[Tensor, "1 kv_heads rows dim"]:
         index, slot = divmod(piece.start, pages.shape[2])
         return view_of(pages, self.page_numbers[index], slot, piece.stop - piece.start)

@@ -32,12 +32,13 @@ from saccade.gpu.tile_ranges import Mask
 from saccade.gpu.wide_heads import tile_width, width_of
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.paged_attention.triton import configs as paged_configs
-from saccade.ops.paged_attention.triton import decode, split_kv
+from saccade.ops.paged_attention.triton import decode, fp8_products, split_kv
 from saccade.ops.paged_attention.triton.configs import PagedConfig, PagedProblem
 from saccade.ops.paged_attention.triton.split_kv import SplitSchedule
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, precision
 
 ANY_NUMBER = 2**30  # of query rows
+LEAST_OF_FP8 = 32  # channels, or keys, that a product of e4m3 numbers adds up at least
 LARGEST_PAIRED = 32  # rows of a tile; larger ones take what they are multiplied with from memory
 # What pages of eight bits are when they are read in pairs (gpu/paged_view.py).
 PAIRS = {torch.int8: torch.int16, torch.float8_e4m3fn: torch.uint16}
@@ -53,6 +54,7 @@ class PagedCallSpec(NamedTuple):
     constants: dict[str, Any]  # of the attention kernel
     wide: bool
     latent: bool  # whether a value is the first channels of its key, and is read once with it
+    fp8: bool = False  # whether products are of e4m3 numbers
 
     @staticmethod
     def of(inputs: PagedInputs, latent: bool = False) -> PagedCallSpec:
@@ -65,15 +67,15 @@ class PagedCallSpec(NamedTuple):
             "GROUP": max(heads // max(kv_heads, 1), 1),
             "HEAD_DIM": head_dim,
             "VALUE_DIM": value_dim,
-            "HEAD_WIDTH": tile_width(head_dim),
-            "VALUE_WIDTH": tile_width(value_dim),
+            "HEAD_WIDTH": max(tile_width(head_dim), LEAST_OF_FP8 if inputs.fp8 else 0),
+            "VALUE_WIDTH": max(tile_width(value_dim), LEAST_OF_FP8 if inputs.fp8 else 0),
             "PAGE_SIZE": inputs.page_size,
             "PRECISION": precision(query.dtype),
         }
         return PagedCallSpec(
             Extent(inputs.batch, length, heads, packed), current_device(query),
             call_spec.architecture(query), call_spec.multiprocessors(query), constants,
-            query.dtype == torch.float32, latent,
+            query.dtype == torch.float32, latent, inputs.fp8,
         )  # fmt: skip
 
     def passes(
@@ -132,6 +134,11 @@ class PagedCallSpec(NamedTuple):
         )  # fmt: skip
 
     @property
+    def way_of_numbers(self) -> int:
+        """What products are of, where pages hold no pairs."""
+        return fp8_products.OF_FP8.value if self.fp8 else 0
+
+    @property
     def way_of_pairs(self) -> int:
         """How pairs of eight-bit numbers are taken apart; the interpreter runs no PTX."""
         known = self.device is not None or self.architecture != "sm_75"
@@ -146,6 +153,7 @@ class PagedCallSpec(NamedTuple):
         dims = [tensor.shape[3] for tensor in pages]
         quantised = inputs.quantised and not self.wide
         whole = min(widths) >= 32 and max(dims) <= max(widths)  # a rest is not read so
+        quantised = quantised and not self.fp8
         return quantised and whole and not self.latent and not any(n % 2 for n in (*steps, *dims))
 
     def _config(
@@ -159,8 +167,8 @@ class PagedCallSpec(NamedTuple):
         width = width_of(self.constants)
         problem = PagedProblem(
             self.architecture, chunks, width, self.wide, self.constants["GROUP"], rows,
-            inputs.key_pages.dtype.itemsize == 1, reads_by_pair(variant),
-            not (variant.mask or variant.score), self.latent,
+            inputs.key_pages.dtype.itemsize == 1 and not self.fp8, reads_by_pair(variant),
+            not (variant.mask or variant.score), self.latent, self.fp8,
         )  # fmt: skip
         return paged_configs.choose(problem, requested)
 
@@ -178,6 +186,14 @@ class PagedCallSpec(NamedTuple):
             # there, such as how many sequences lie beside each other.
             row = query.shape[3]
         return view(query, (batch, head, row), self.queries, inputs.cu_seqlens_q)
+
+    def query_scale(self, inputs: PagedInputs) -> View | None:
+        """A View of the scale of each head's queries."""
+        scale = inputs.query_scale
+        if scale is None:
+            return None
+        steps = scale.stride(0), scale.stride(1), 0
+        return view(scale, steps, Extent(inputs.batch, 1, self.queries.heads, False), None)
 
     def plan_rows(self, inputs: PagedInputs, heads: int) -> View:
         """The query rows as a View of no memory, with as many heads as a plan tells apart."""

@@ -37,6 +37,7 @@ class PagedProblem(NamedTuple):
     by_pair: bool = False  # mask or score reads a captured tensor for each pair
     plain: bool = False  # neither mask nor score, which take registers too
     latent: bool = False  # values are the first channels of keys, and are read with them
+    fp8: bool = False  # products are of e4m3 numbers, for which values change places in registers
 
 
 CONVERTS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")  # float8_e4m3fn, that is
@@ -118,7 +119,8 @@ def default(problem: PagedProblem) -> PagedConfig:
     if problem.width > NARROW:
         return _of_wide_heads(problem, "sm_75" if problem.wide else architecture)
     column = next(column for column, widest in enumerate(WIDTHS) if problem.width <= widest)
-    busy = problem.by_pair or (problem.converted and architecture != "sm_75")
+    of_eight_bits = problem.converted or problem.fp8
+    busy = problem.by_pair or (of_eight_bits and architecture != "sm_75")
     chunks = _BUSY_CHUNKS if busy else _CHUNKS
     row = (chunks if problem.chunks else _FEW)[architecture]
     if problem.wide:
@@ -126,12 +128,20 @@ def default(problem: PagedProblem) -> PagedConfig:
         if not problem.chunks:
             row = _FEW_FLOAT32.get(problem.architecture, row)
     config = PagedConfig(*row[column])
+    if problem.fp8 and problem.chunks:
+        config = config._replace(num_warps=8, num_stages=2)
+    elif problem.fp8:
+        keys, stages = config.kv_tile, 3
+        if architecture != "sm_90":
+            keys, stages = 32, 2 if problem.width <= 64 else 3
+        config = config._replace(kv_tile=keys, num_stages=stages)
     if problem.chunks or problem.wide or architecture == "sm_75":
         return config
     rows = max(problem.rows, min(problem.group, LARGEST_GROUP))
     rows = 1 << (max(rows, 1) - 1).bit_length()
     fitting = rows <= (_MOST_FEW if problem.width <= 128 else 32)
     special = _FEW_CONVERTED if problem.converted else _FEW_PLAIN if problem.plain else {}
+    special = {} if problem.fp8 else special
     if rows <= 16 and architecture in special:
         return PagedConfig(*special[architecture][column])
     return config._replace(query_tile=max(config.query_tile, rows)) if fitting else config

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from saccade.gpu.fp8_numbers import as_half
 from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
 from saccade.gpu.paged_view import (
@@ -36,6 +37,15 @@ from saccade.gpu.tensor_view import (
 )
 from saccade.gpu.tile_ranges import next_in_range
 from saccade.gpu.wide_heads import load_parts, load_rest_of_slots, within
+from saccade.ops.paged_attention.triton.fp8_products import (
+    LEAST,
+    OF_FP8,
+    add_fp8_values,
+    finish_fp8_sums,
+    fp8_query,
+    fp8_scores,
+    start_fp8_sums,
+)
 from saccade.ops.paged_attention.triton.split_kv import (
     BEGUN,
     GROUPS,
@@ -55,7 +65,6 @@ from saccade.ops.paged_attention.triton.split_kv import (
 # How pairs are taken apart: 0 where there are none.
 BY_TRITON, BY_PTX = tl.constexpr(1), tl.constexpr(2)
 HEADROOM = tl.constexpr(16384.0)  # 2^14: times 448, and in units below 2, float16 still holds it
-LEAST = tl.constexpr(7.888609052210118e-31)  # 2^-100: HEADROOM over it is no inf
 
 
 @triton.jit
@@ -144,16 +153,16 @@ class DecodeMeta(NamedTuple):
 
 @triton.jit(do_not_specialize=["rules"])
 def attention_pages(
-    query, key, value, key_scales, value_scales, output, logsumexp, rules, sinks, schedule,
-    partials, GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
+    query, query_scale, key, value, key_scales, value_scales, output, logsumexp, rules, sinks,
+    schedule, partials, GROUP: tl.constexpr, HEADS_IN_TILE: tl.constexpr, HEAD_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr,
     PAGE_SIZE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """One program: its payload, split by split (ops/paged_attention/triton/split_kv.py).
 
     WORK_TILES: of each group, where they are few, and merging finds them; 0: programs leave notes.
-    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX;
-    0: they do not. CHAINED: it may start while its plan is made, and waits for that here. The
+    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX; or products are
+    OF_FP8; 0: neither. CHAINED: it may start while its plan is made, and waits for that here. The
     merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
     ahead, for loops that wait for products and not for memory.
     """
@@ -190,21 +199,22 @@ def attention_pages(
         if sinks is not None:  # which belong to the first split
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
-        if META.PAIRED:
-            query_tiles = paired_query(query_tiles[0])
-            sums = start_paired_sums(value_scales, META.QUERY_TILE, VALUE_WIDTH)
-        else:
-            sums = tl.zeros([META.QUERY_TILE, VALUE_WIDTH], tl.float32)
+        query_tiles, sums = start_products(
+            query_tiles, query_scale, value_scales, at, VALUE_WIDTH, META.PAIRED
+        )
         state = (row_max, row_sum, sums)
         full_first, full_end, partial_first, partial_end = part_of_range(tile_range, offset, end)
         page = None
         if META.AHEAD:
-            kv_start = next_in_range(None, tile_range, full_first, True) * META.KV_TILE
+            place = visited(full_first, full_first, full_end, META.PAIRED == OF_FP8)
+            kv_start = next_in_range(None, tile_range, place, True) * META.KV_TILE
             page = find_page(key, batch, kv_start, at[5], META.KV_TILE, PAGE_SIZE, False)
         for number in range(full_first, full_end):  # full tiles: no mask arithmetic
-            kv_start = next_in_range(None, tile_range, number, True) * META.KV_TILE
+            place = visited(number, full_first, full_end, META.PAIRED == OF_FP8)
+            kv_start = next_in_range(None, tile_range, place, True) * META.KV_TILE
             if META.AHEAD:
-                next_start = next_in_range(None, tile_range, number + 1, True) * META.KV_TILE
+                place = visited(number + 1, full_first, full_end, META.PAIRED == OF_FP8)
+                next_start = next_in_range(None, tile_range, place, True) * META.KV_TILE
                 next_page = find_page(key, batch, next_start, at[5], META.KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
@@ -230,7 +240,7 @@ def attention_pages(
             if META.AHEAD:
                 page = next_page
         row_max, row_sum, sums = state
-        weighted_sum = finish_paired_sums(sums) if META.PAIRED else sums
+        weighted_sum = finish_sums(sums, META.PAIRED)
         if (offset == 0) & (end == steps):
             divisor, natural_lse = finish_softmax(row_max, row_sum)
             attended = weighted_sum / divisor[:, None]
@@ -249,6 +259,41 @@ def attention_pages(
             group = tl.minimum(group, schedule.data[GROUPS] - 1)
             steps, work_tiles = schedule.count(schedule, query, key, group, TOKENS, META.KV_TILE)
             ended = (work_tiles == 0) & (budget > 0)
+
+
+@triton.jit
+def visited(number, first, end, BACKWARDS: tl.constexpr):
+    """The place that is visited as a number from `first` to `end` - 1; none is below 0."""
+    if BACKWARDS:
+        number = tl.maximum(first + end - 1 - number, 0)
+    return number
+
+
+@triton.jit
+def start_products(
+    query_tiles, query_scale, value_scales, at, WIDTH: tl.constexpr, PAIRED: tl.constexpr
+):  # fmt: skip
+    """Query tiles as products take them, and weighted sums of nothing."""
+    ROWS: tl.constexpr = query_tiles[0].shape[0]
+    if PAIRED == OF_FP8:
+        query_tiles = fp8_query(query_tiles[0], query_scale, at[0], at[2])
+        sums = start_fp8_sums(value_scales, ROWS, WIDTH)
+    elif PAIRED:
+        query_tiles = paired_query(query_tiles[0])
+        sums = start_paired_sums(value_scales, ROWS, WIDTH)
+    else:
+        sums = tl.zeros([ROWS, WIDTH], tl.float32)
+    return query_tiles, sums
+
+
+@triton.jit
+def finish_sums(sums, PAIRED: tl.constexpr):
+    """Weighted sums as one tile of numbers."""
+    if PAIRED == OF_FP8:
+        sums = finish_fp8_sums(sums)
+    elif PAIRED:
+        sums = finish_paired_sums(sums)
+    return sums
 
 
 @triton.jit
@@ -288,7 +333,8 @@ def fold_pages(
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
     DTYPE: tl.constexpr = query_tiles[0].dtype
-    PACKED: tl.constexpr = 1 + (PAIRED > 0)  # channels that one number of a page holds
+    IN_PAIRS: tl.constexpr = PAIRED > 0 and PAIRED != OF_FP8
+    PACKED: tl.constexpr = 1 + IN_PAIRS  # channels that one number of a page holds
     if page is None:
         page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not PARTIAL)
     position = slots_of(page, kv_start, ROWS, PAGE_SIZE)
@@ -312,27 +358,32 @@ def fold_pages(
     value_factors = None
     if value_scales is not None:
         value_factors = load_scales(value_scales, kv_head, position, exists, ROWS)
-    if PAIRED:
+    if IN_PAIRS:
         values = as_halves(stored_values, PAIRED == BY_PTX)
+    elif PAIRED == OF_FP8:
+        values = stored_values
     else:
         values = value_numbers(stored_values, value_factors, DTYPE)
     if PARTIAL and rules.mask.visible is not None:
         # Hidden is selected away, but 0 · NaN is NaN: a nonfinite value becomes 0, its score NaN.
-        nonfinite = (
-            nonfinite_rows(values[0]) | nonfinite_rows(values[1])
-            if PAIRED
-            else nonfinite_rows(values)
-        )
+        if IN_PAIRS:
+            nonfinite = nonfinite_rows(values[0]) | nonfinite_rows(values[1])
+        elif PAIRED == OF_FP8:
+            nonfinite = nonfinite_rows(as_half(values))
+        else:
+            nonfinite = nonfinite_rows(values)
         if value_scales is not None:
             nonfinite = nonfinite | ((tl.abs(value_factors) < float("inf")) == 0)
             value_factors = tl.where(nonfinite, 0.0, value_factors)
-        if PAIRED:
+        if IN_PAIRS:
             values = (without(nonfinite, values[0]), without(nonfinite, values[1]))
         else:
             values = without(nonfinite, values)
 
-    if PAIRED:  # scores: [QUERY_TILE, ROWS]
+    if IN_PAIRS:  # scores: [QUERY_TILE, ROWS]
         scores = paired_scores(query_tiles, stored_keys, PAIRED == BY_PTX)
+    elif PAIRED == OF_FP8:
+        scores = fp8_scores(query_tiles, stored_keys)
     else:
         key_tile = as_numbers(stored_keys, DTYPE)
         scores = tl.dot(query_tiles[0], tl.trans(key_tile), input_precision=PRECISION)
@@ -361,7 +412,9 @@ def fold_pages(
     weights, rescale, row_max, row_sum = softmax_step(
         scores, factor, row_max, row_sum, PARTIAL or rules.score is not None
     )
-    if PAIRED:
+    if PAIRED == OF_FP8:
+        sums = add_fp8_values(sums, values, value_factors, weights, rescale)
+    elif PAIRED:
         sums = add_paired_values(sums, values[0], values[1], value_factors, weights, rescale)
     else:
         if value_scales is not None and tl.float16 != DTYPE:

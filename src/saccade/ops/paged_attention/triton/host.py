@@ -58,7 +58,7 @@ class PassLaunches:
         shared = {**spec.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
         splits = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_payload, "SPLITS": of.most_splits}
         splits["LONG"] = of.long
-        paired = spec.way_of_pairs if of.paired else 0
+        paired = spec.way_of_pairs if of.paired else spec.way_of_numbers
         last = {"WORK_TILES": of.few_work_tiles, "PAIRED": paired, "CHAINED": of.chains}
         last |= {"AHEAD": of.chunks, "PARTIAL_STAGES": of.partial_stages}
         early = {"launch_pdl": True} if of.chains else {}
@@ -136,6 +136,7 @@ class _PassCall(NamedTuple):
         changes = mask_argument(variant), score_argument(variant)
         return (
             self.launches.spec.rows(self.inputs),
+            self.launches.spec.query_scale(self.inputs),
             *self.launches.spec.pages(self.inputs),
             *self._results(),
             Rules(*changes, None, variant.scale),
@@ -350,6 +351,8 @@ def chunks_unsupported(
     """
     if not of.chunks:
         return "sequences of few query rows are bound by memory"
+    if spec.fp8:
+        return "products are of e4m3 numbers, and values take scales that weights must be given"
     if inputs.key_pages.dtype != inputs.query.dtype:
         return "pages hold numbers that are converted"
     if variant.mask and mask_functions(variant.mask).spans_read:
