@@ -204,6 +204,31 @@ def test_a_call_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(seen) == 3
 
 
+def test_a_step_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Later ones give the same, and PyTorch knows of them too that they changed the states."""
+    seen: list[dict[str, Any]] = []
+    validate: Any = vars(api)["prepare"]
+
+    def prepare(*tensors: Any, **options: Any) -> Any:
+        seen.append(options)
+        return validate(*tensors, **options)
+
+    monkeypatch.setattr(api, "prepare", prepare)
+    call_cache.forget()
+    token, before = one_token(), torch.rand(2, 4, 16, 8)
+    first, second = before.clone(), before.clone()
+    outputs = [step(state, **token, normalize_qk=True) for state in (first, second)]
+    assert len(seen) == 1 and first._version > 0 and second._version > 0
+    torch.testing.assert_close(outputs[1], outputs[0], rtol=0, atol=0)
+    torch.testing.assert_close(second, first, rtol=0, atol=0)
+    step(second, **token)  # another call
+    with pytest.raises(ValueError, match="state: got shape"):
+        step(torch.zeros(2, 4, 16, 9), **token, normalize_qk=True)
+    assert len(seen) == 3
+    with torch.inference_mode():  # whose tensors count no versions
+        step(before.clone(), **token, normalize_qk=True)
+
+
 # ---- what explain and the counter of FLOPs say ---------------------------------------------------
 
 

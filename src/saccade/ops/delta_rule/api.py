@@ -283,6 +283,15 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
         (torch.Size([2, 4, 1, 16]), tensor([2, 5]))
     """
     check_wishes(state, query, key, value, beta, decay)
+    call_key = call_cache.key_of_any(
+        "delta_rule_step", (query, key, value, beta, decay, state, state_index), (normalize_qk,),
+        (state_index,), scale=scale, implementation=implementation,
+    )  # fmt: skip
+    checked = call_cache.lookup(call_key)
+    if checked is not None:
+        index = None if state_index is None else state_index.long()
+        inputs = DeltaInputs(query, key, value, beta, decay)
+        return custom_op.step_at_once(state, index, inputs, checked)
     options: dict[str, Any] = {"decay": decay, "normalize_qk": normalize_qk, "scale": scale}
     tensors = {"query": query, "key": key, "value": value, "beta": beta}
     if any_sharded(*tensors.values(), state):
@@ -300,5 +309,6 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
         )
     forward_by = backends.choose(prepared.problem, implementation, "step")
     checked = CheckedCall(prepared.variant, None, forward_by)
+    call_cache.keep(call_key, checked)
     inputs = prepared.inputs._replace(initial_state=None)
     return delta_step_op(state, index, *inputs, *VALUES.flatten(checked))

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import Arguments, Gradient, Operation, step_operator
 from saccade.runtime.delta_spec import (
     DeltaInputs,
@@ -90,6 +91,18 @@ delta_step_op = step_operator(
     _run_step,
     _empty_step,
 )
+
+
+def step_at_once(
+    state: Tensor, state_index: Tensor | None, inputs: DeltaInputs, checked: CheckedCall
+) -> Tensor:
+    """A step like one that was validated, which nothing observes: past PyTorch's dispatcher, whose
+    note of what was changed in place is made here."""
+    step = VALUES.module_of(VALUES.flatten(checked), "step").step
+    output: Tensor = step(state, state_index, inputs, checked.variant)
+    if not state.is_inference():
+        torch.autograd.graph.increment_version(state)
+    return output
 
 
 # ---- DTensors ------------------------------------------------------------------------------------
