@@ -106,8 +106,8 @@ LINEAR_PASSES = {
 }  # fmt: skip
 DELTA_PASSES = {
     "delta": (
-        "delta_sums", "delta_norms", "delta_system", "delta_segments", "delta_join_segments",
-        "delta_forward_scan", "delta_forward_scan, NaN-safe",
+        "delta_sums", "delta_channel_sums", "delta_norms", "delta_system", "delta_segments",
+        "delta_join_segments", "delta_forward_scan", "delta_forward_scan, NaN-safe",
     ),
     "delta backward": (
         "delta_reverse_scan", "delta_gradients", "delta_sum_heads",

@@ -38,6 +38,9 @@ implementation = fixture_of([_TRITON] if language.INTERPRETED else [])
         # Equal keys and beta 1: powers of the system's matrix would cancel numbers of 6,000.
         (64, {"decay": "heads", "strength": 1e-3, "hard": True, "lengths": (70,), **ONE_HEAD}),
         (64, {"decay": "channels", "strength": 100.0, "lengths": (66,), "state": True, **ONE_HEAD}),
+        # About as much as one reference in a chunk can stand: of some channels, not of others.
+        (64, {"decay": "channels", "strength": 3.7, "lengths": (130,), "state": True, **ONE_HEAD}),
+        (64, {"decay": "channels", "strength": 0.2, "lengths": (70,), "dtype": F16, **ONE_HEAD}),
         (32, {"decay": "heads", "strength": 100.0, "lengths": (40,), **ONE_HEAD}),
         (16, {"packed": True, "lengths": (18, 3, 0), "heads": (1, 2), "dtype": F16, "state": True}),
         (16, {"decay": "channels", "lengths": (18,), "layout": "permuted", "dtype": F16,

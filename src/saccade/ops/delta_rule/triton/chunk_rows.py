@@ -39,6 +39,15 @@ class Faded(NamedTuple):
     kept: Any  # of e^{G_last − G} ∘ key
 
 
+class Meeting(NamedTuple):
+    """What products of a chunk's rows with states are multiplied by, where all channels fade alike:
+    Views of numbers, one for each row of each value head."""
+
+    asking: Any  # of queries: scale · e^G / length
+    asked: Any  # of keys that ask: beta · e^G / length
+    kept: Any  # of keys that are written: e^{G_last − G} / length
+
+
 class Factors(NamedTuple):
     """What rows of queries and keys are multiplied by to have length 1; None: nothing."""
 
@@ -50,27 +59,69 @@ class Factors(NamedTuple):
 
 
 @triton.jit
-def delta_sums(
+def delta_sums(decay, high, low, CHUNK: tl.constexpr):
+    """One program: the sums of decay of one chunk and head, whose channels all have the same."""
+    batch, head, chunk, _ = high.find(tl.program_id(0), high.data, CHUNK)
+    rows = chunk * CHUNK + tl.arange(0, CHUNK)
+    exist = rows < num_rows(high, batch)
+    each = tl.load(row_pointers(decay, batch, head, rows, 0), mask=exist, other=0.0)
+    store_sums(high, low, batch, head, rows, 0, exist, tl.cumsum(usable(each), 0))
+
+
+@triton.jit
+def delta_channel_sums(
     decay, high, low, CHUNK: tl.constexpr, CHANNELS: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """One program: the sums of decay of one chunk and head; CHANNELS: 1 where all have the same.
+    """`delta_sums` where channels have each their own, WIDTH at a time.
 
-    WIDTH: so many of them at a time.
+    A thread sums up a channel's rows one after the other, and asks for four at once.
     """
     batch, head, chunk, _ = high.find(tl.program_id(0), high.data, CHUNK)
-    rows = (chunk * CHUNK + tl.arange(0, CHUNK))[:, None]
-    exist = rows < num_rows(high, batch)
-    for first in range(0, CHANNELS, WIDTH):
-        channels = first + tl.arange(0, WIDTH)[None, :]
-        exists = exist & (channels < CHANNELS)
-        at = row_pointers(decay, batch, head, rows, channels)
-        each = tl.load(at, mask=exists, other=0.0).to(tl.float64)
-        each = tl.where(each < STRONGEST, STRONGEST, each)  # −inf less −inf is NaN; NaN stays
-        total = tl.cumsum(each, 0)
-        rounded = total.to(tl.float32)
-        rest = (total - rounded.to(tl.float64)).to(tl.float16)
-        tl.store(row_pointers(high, batch, head, rows, channels), rounded, mask=exists)
-        tl.store(row_pointers(low, batch, head, rows, channels), rest, mask=exists)
+    length = num_rows(high, batch)
+    for left in range(0, CHANNELS, WIDTH):
+        channels = left + tl.arange(0, WIDTH)
+        total = tl.zeros([WIDTH], tl.float64)
+        for row in range(chunk * CHUNK, (chunk + 1) * CHUNK, 4):
+            at = batch, head, channels, channels < CHANNELS, length
+            first, second = load_decay(decay, at, row), load_decay(decay, at, row + 1)
+            third, fourth = load_decay(decay, at, row + 2), load_decay(decay, at, row + 3)
+            total = add_row(high, low, at, row, total, first)
+            total = add_row(high, low, at, row + 1, total, second)
+            total = add_row(high, low, at, row + 2, total, third)
+            total = add_row(high, low, at, row + 3, total, fourth)
+
+
+@triton.jit
+def load_decay(decay, at, row):
+    """One row; at: batch entry, head, channels and which there are, the sequence's length."""
+    batch, head, channels, exist, length = at
+    pointers = row_pointers(decay, batch, head, row, channels)
+    return tl.load(pointers, mask=exist & (row < length), other=0.0)
+
+
+@triton.jit
+def add_row(high, low, at, row, total, each):
+    """The sums up to and with a row, which are written."""
+    batch, head, channels, exist, length = at
+    total += usable(each)
+    store_sums(high, low, batch, head, row, channels, exist & (row < length), total)
+    return total
+
+
+@triton.jit
+def usable(each):
+    """Decay in float64. −inf less −inf would be NaN, which only NaN may be."""
+    each = each.to(tl.float64)
+    return tl.where(each < STRONGEST, STRONGEST, each)
+
+
+@triton.jit
+def store_sums(high, low, batch, head, rows, channels, exists, total):
+    """Write sums in two parts."""
+    rounded = total.to(tl.float32)
+    rest = (total - rounded.to(tl.float64)).to(tl.float16)
+    tl.store(row_pointers(high, batch, head, rows, channels), rounded, mask=exists)
+    tl.store(row_pointers(low, batch, head, rows, channels), rest, mask=exists)
 
 
 @triton.jit
@@ -82,8 +133,14 @@ def delta_norms(rows, factors, TILE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.
     pointers = row_pointers(rows, batch, head, at[:, None], channels[None, :])
     exists = exist[:, None] & (channels < DIM)[None, :]
     numbers = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
-    factor = 1.0 / tl.sqrt_rn(tl.sum(numbers * numbers, 1) + NORM_EPS)
+    factor = one_over_length(tl.sum(numbers * numbers, 1))
     tl.store(row_pointers(factors, batch, head, at, 0), factor, mask=exist)
+
+
+@triton.jit
+def one_over_length(squares):
+    """What rows are multiplied by to have length 1, from the sums of their squares."""
+    return 1.0 / tl.sqrt_rn(squares + NORM_EPS)
 
 
 # ---- a chunk ------------------------------------------------------------------------------------
@@ -159,49 +216,43 @@ def last_sums(decay, batch, head, start, length, channels, META: tl.constexpr):
 
 
 @triton.jit
-def left_of_state(decay, batch, head, start, length, channels, META: tl.constexpr):
-    """What a chunk leaves of the state before it: a number, or [channels, 1] by channel."""
-    left = 1.0
-    if decay is not None:
-        high, low = last_sums(decay, batch, head, start, length, channels, META)
-        left = tl.exp(high + low)
-        if META.BY_CHANNEL:
-            left = left[:, None]
-    return left
+def left_of_state(lasts, number, channels, META: tl.constexpr):
+    """What a chunk leaves of the state before it: a number, or [1, channels] by channel.
 
-
-@triton.jit
-def load_faded(
-    view, factors, decay, batch, head, start, length, exist, channels, META: tl.constexpr,
-    TO_END: tl.constexpr, TRANSPOSED: tl.constexpr,
-):  # fmt: skip
-    """Queries or keys as they meet the state before the chunk, or TO_END the one behind it; and
-    [rows, 1] or 1, which their products want still.
-
-    Rows that fade in all channels alike, and their lengths, are factors of what they are multiplied
-    with; so such rows go from memory into a product as they are. Rows that fade by channel were
-    multiplied before, one for each value head.
+    lasts: memory of e^{G_last} for each chunk, head and (by channel) channel; None: 1. number: of
+    the state among those of all chunks and heads.
     """
-    key_head = head if META.BY_CHANNEL else head // META.GROUP
-    tile = load_channels(view, batch, key_head, start, exist, channels, META.HEAD_DIM, TRANSPOSED)
-    return tile, fading(factors, decay, batch, head, start, length, exist, channels, META, TO_END)
+    found = 1.0
+    if lasts is not None:
+        if META.BY_CHANNEL:
+            pointers = lasts + (wide(number) * META.HEAD_DIM + channels)
+            found = tl.load(pointers, mask=channels < META.HEAD_DIM, other=0.0)[None, :]
+        else:
+            found = tl.load(lasts + number)
+    return found
 
 
 @triton.jit
-def fading(
-    factors, decay, batch, head, start, length, exist, channels, META: tl.constexpr,
-    TO_END: tl.constexpr,
-):  # fmt: skip
-    """What products of rows want still; see `load_faded`."""
-    factor = 1.0
+def load_rows_of_state(view, batch, head, start, exist, channels, META: tl.constexpr):
+    """Queries or keys as they meet a state: as they are, what they want still being in a `Meeting`;
+    or, where they fade by channel, those of a value head that were multiplied before."""
+    key_head = head if META.BY_CHANNEL else head // META.GROUP
+    return load_channels(view, batch, key_head, start, exist, channels, META.HEAD_DIM, False)
+
+
+@triton.jit
+def load_across(view, batch, head, start, exist):
+    """One number for each row, [1, rows]."""
+    rows = start + tl.arange(0, exist.shape[0])
+    return load_number(view, batch, head, rows, exist).to(tl.float32)[None, :]
+
+
+@triton.jit
+def load_factors(view, batch, head, start, exist, other, META: tl.constexpr):
+    """What products of rows with a state want still, [1, rows] (`Meeting`); `other` by channel."""
+    factor = other
     if not META.BY_CHANNEL:
-        factor = row_factors(factors, batch, head // META.GROUP, start, exist)
-        if decay is not None:
-            high, low = load_sums(decay, batch, head, start, exist, channels, META)
-            if TO_END:
-                last_high, last_low = last_sums(decay, batch, head, start, length, channels, META)
-                high, low = last_high - high, last_low - low
-            factor = factor * tl.exp(high + low)
+        factor = load_across(view, batch, head, start, exist)
     return factor
 
 
@@ -224,10 +275,31 @@ def state_pointers(
 
 
 @triton.jit
+def turned_state_pointers(memory, number, channels, values, META: tl.constexpr):
+    """Addresses of a state that lies in memory as scans hold it, [values, channels], and what of it
+    there is."""
+    first = memory + wide(number) * (META.HEAD_DIM * META.VALUE_DIM)
+    exists = (channels < META.HEAD_DIM)[None, :] & (values < META.VALUE_DIM)[:, None]
+    return first + (values[:, None] * META.HEAD_DIM + channels[None, :]), exists
+
+
+@triton.jit
 def store_channels(view, batch, head, start, exist, channels, tile, DIM: tl.constexpr):
     """Write rows of a chunk × channels."""
     pointers = tile_pointers(view, batch, head, start, channels[None, :], exist.shape[0], True)
     exists = exist[:, None]
     if DIM // channels.shape[0] * channels.shape[0] != DIM:
         exists = exists & (channels < DIM)[None, :]
+    tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def store_turned(view, batch, head, start, exist, channels, tile, DIM: tl.constexpr):
+    """Write rows of a chunk, given as channels × rows."""
+    pointers = tile_pointers(
+        view, batch, head, start, channels[:, None], exist.shape[0], True, True
+    )
+    exists = exist[None, :]
+    if DIM // channels.shape[0] * channels.shape[0] != DIM:
+        exists = exists & (channels < DIM)[:, None]
     tl.store(pointers, tile.to(view.ptr.dtype.element_ty), mask=exists)

@@ -1,8 +1,11 @@
 """The gated delta rule, scans over chunks: the state in registers, forwards, and its gradient back.
 
 A program holds all channels of keys × a tile of those of values, for one sequence and value head:
-columns of a state know nothing of one another. With T, P and G of chunk_system.py, the state S
-before a chunk, R its gradient behind it, and e^G etc. as factors of rows:
+columns of a state know nothing of one another. It holds them turned over, [values, channels], and
+its rows too: what one product makes is then the left operand of the next, which tensor cores take
+from registers; only rows that were loaded stand on the right, in shared memory. With T, P and G of
+chunk_system.py, the state S before a chunk, R its gradient behind it, and e^G etc. as factors of
+rows:
 
     forwards    update = T (beta ∘ (value − (e^G ∘ key) S))
                 output = scale · (e^G ∘ query) S + P update
@@ -35,17 +38,19 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from saccade.gpu.features import load_number, narrow
+from saccade.gpu.features import narrow
 from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import any_nonfinite, num_rows, pad_rows, wide
 from saccade.ops.delta_rule.triton.chunk_rows import (
     chunk_slot,
-    fading,
     left_of_state,
+    load_across,
     load_channels,
-    load_faded,
+    load_factors,
+    load_rows_of_state,
     state_pointers,
-    store_channels,
+    store_turned,
+    turned_state_pointers,
 )
 
 
@@ -97,10 +102,10 @@ def columns_of(tile, META: tl.constexpr):
 
 @triton.jit
 def load_state(memory, number, channels, values, META: tl.constexpr):
-    """A state in memory, or zeros where there is none."""
-    state = tl.zeros([META.HEAD_WIDTH, META.VALUE_TILE], tl.float32)
+    """A state in memory as scans hold it, [values, channels]; zeros where there is none."""
+    state = tl.zeros([META.VALUE_TILE, META.HEAD_WIDTH], tl.float32)
     if memory is not None:
-        pointers, exists = state_pointers(memory, number, channels, values, META)
+        pointers, exists = state_pointers(memory, number, channels, values, META, True)
         state += tl.load(pointers, mask=exists, other=0.0)
     return state
 
@@ -110,7 +115,7 @@ def load_state(memory, number, channels, values, META: tl.constexpr):
 
 @triton.jit
 def delta_forward_scan(
-    query, key, kept, value, factors, beta, decay, inverse, weights, output, updates, states,
+    query, key, kept, value, meeting, lasts, beta, inverse, weights, output, updates, states,
     before, after, scale, META: tl.constexpr,
 ):  # fmt: skip
     """One program: the output of one head, for a tile of channels of values; the last state.
@@ -138,77 +143,76 @@ def delta_forward_scan(
     for chunk in range(first, first + num_chunks):
         start = chunk * META.CHUNK
         exist = start + pairs < length
+        slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
+        number_here = slot * META.HEADS + head
+        # Numbers are asked for before there is a product to wait for.
+        beta_rows = load_across(beta, batch, head, start, exist)
+        of_rows = load_factors(meeting.asking, batch, head, start, exist, scale, META)
         if states is not None:
-            slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
-            number_here = slot * META.HEADS + head
-            pointers, exists = state_pointers(states, number_here, channels, values, META)
+            pointers, exists = turned_state_pointers(states, number_here, channels, values, META)
             tl.store(pointers, state.to(states.dtype.element_ty), mask=exists)
-        narrowed, unit = narrow(state, element, 0)
-        wanted = load_channels(value, batch, head, start, exist, values, META.VALUE_DIM, False)
+        narrowed, unit = narrow(state, element, 1)
+        wanted = load_channels(value, batch, head, start, exist, values, META.VALUE_DIM, True)
         written, keys = updates_of(
-            narrowed, unit, wanted, key, factors, beta, decay, inverse, batch, head, start, length,
-            exist, channels, META,
-        )  # fmt: skip
-        if updates is not None:
-            store_channels(updates, batch, head, start, exist, values, written, META.VALUE_DIM)
-        if output is not None:
-            asked, of_rows = load_faded(
-                query, factors.query, decay, batch, head, start, length, exist, channels, META,
-                False, False,
-            )  # fmt: skip
-            found = tl.dot(asked, narrowed, input_precision=META.PRECISION)
-            found = found * (unit * (of_rows * scale))
-            seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, False)
-            told, late = without_nonfinite(written, META.NAN_SAFE)
-            found += tl.dot(seen, told.to(element), input_precision=META.PRECISION)
-            found = poisoned(found, late, META.NAN_SAFE)
-            store_channels(output, batch, head, start, exist, values, found, META.VALUE_DIM)
-        state = state_behind(
-            state, written, element, keys, kept, factors, decay, batch, head, start, length, exist,
+            narrowed, unit, wanted, key, meeting, beta_rows, inverse, batch, head, start, exist,
             channels, META,
         )  # fmt: skip
+        if updates is not None:
+            store_turned(updates, batch, head, start, exist, values, written, META.VALUE_DIM)
+        if output is not None:
+            asked = load_rows_of_state(query, batch, head, start, exist, channels, META)
+            found = tl.dot(narrowed, tl.trans(asked), input_precision=META.PRECISION)
+            found = found * (unit * of_rows)
+            seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, False)
+            told, late = without_nonfinite(written, META.NAN_SAFE)
+            found += tl.dot(told.to(element), tl.trans(seen), input_precision=META.PRECISION)
+            found = poisoned(found, late, META.NAN_SAFE)
+            store_turned(output, batch, head, start, exist, values, found, META.VALUE_DIM)
+        left = left_of_state(lasts, number_here, channels, META)
+        state = state_behind(
+            state, written, element, keys, kept, meeting, left, batch, head, start, exist, channels,
+            META,
+        )  # fmt: skip
     if after is not None:
-        pointers, exists = state_pointers(after, batch * META.HEADS + head, channels, values, META)
+        number = batch * META.HEADS + head
+        pointers, exists = state_pointers(after, number, channels, values, META, True)
         tl.store(pointers, state, mask=exists & is_last)
 
 
 @triton.jit
 def updates_of(
-    narrowed, unit, wanted, key, factors, beta, decay, inverse, batch, head, start, length, exist,
-    channels, META: tl.constexpr,
+    narrowed, unit, wanted, key, meeting, beta_rows, inverse, batch, head, start, exist, channels,
+    META: tl.constexpr,
 ):  # fmt: skip
     """The updates of a chunk, beta · error, from the state before it as an operand of products; and
     the keys that asked it."""
     pairs = tl.arange(0, META.CHUNK)
-    beta_rows = load_number(beta, batch, head, start + pairs, exist).to(tl.float32)[:, None]
     solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, False)
-    keys, factor = load_faded(
-        key, factors.key, decay, batch, head, start, length, exist, channels, META, False, False
-    )
-    said = tl.dot(keys, narrowed, input_precision=META.PRECISION) * (unit * factor)
-    errors = beta_rows * (wanted.to(tl.float32) - said)
+    keys = load_rows_of_state(key, batch, head, start, exist, channels, META)
+    said = tl.dot(narrowed, tl.trans(keys), input_precision=META.PRECISION)
+    factor = load_factors(meeting.asked, batch, head, start, exist, beta_rows, META)
+    errors = beta_rows * wanted.to(tl.float32) - said * (unit * factor)
     errors, late = without_nonfinite(errors, META.NAN_SAFE)
-    written = tl.dot(solve, errors.to(narrowed.dtype), input_precision=META.PRECISION)
+    errors = errors.to(narrowed.dtype)
+    written = tl.dot(errors, tl.trans(solve), input_precision=META.PRECISION)
     return poisoned(written, late, META.NAN_SAFE), keys
 
 
 @triton.jit
 def state_behind(
-    state, written, ELEMENT: tl.constexpr, keys, kept, factors, decay, batch, head, start, length,
-    exist, channels, META: tl.constexpr,
+    state, written, ELEMENT: tl.constexpr, keys, kept, meeting, left, batch, head, start, exist,
+    channels, META: tl.constexpr,
 ):  # fmt: skip
     """The state behind a chunk. keys: those that asked the state before it, which are those that
     are written, unless they fade by channel."""
     if META.BY_CHANNEL:
-        turned, factor = load_faded(
-            kept, factors.key, decay, batch, head, start, length, exist, channels, META, True, True
-        )
+        into = load_rows_of_state(kept, batch, head, start, exist, channels, META)
     else:
-        turned = tl.trans(keys)
-        factor = fading(factors.key, decay, batch, head, start, length, exist, channels, META, True)
-    state = state * left_of_state(decay, batch, head, start, length, channels, META)
+        into = keys
+    factor = load_factors(meeting.kept, batch, head, start, exist, 1.0, META)
+    state = state * left
     come = (written * factor).to(ELEMENT)
-    state += tl.dot(turned, come, input_precision=META.PRECISION)
+    state += tl.dot(come, into, input_precision=META.PRECISION)
     return state
 
 
@@ -219,7 +223,7 @@ def without_nonfinite(rows, NAN_SAFE: tl.constexpr):
     late = 0
     if NAN_SAFE:
         finite = tl.abs(rows) < float("inf")
-        late = tl.cumsum(tl.where(finite, 0, 1), 0)
+        late = tl.cumsum(tl.where(finite, 0, 1), 1)
         rows = tl.where(finite, rows, 0.0)
     return rows, late
 
@@ -237,7 +241,7 @@ def poisoned(rows, late, NAN_SAFE: tl.constexpr):
 
 @triton.jit
 def delta_reverse_scan(
-    query, key, kept, grad_output, factors, beta, decay, inverse, weights, solved, grad_states,
+    query, key, kept, grad_output, meeting, lasts, beta, inverse, weights, solved, grad_states,
     ending, first, scale, META: tl.constexpr,
 ):  # fmt: skip
     """One program: `solved` and the gradients of states, for a tile of channels of values.
@@ -259,39 +263,43 @@ def delta_reverse_scan(
         chunk = first_chunk + num_chunks - 1 - index
         start = chunk * META.CHUNK
         exist = start + pairs < length
+        slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
+        number_here = slot * META.HEADS + head
+        left = left_of_state(lasts, number_here, channels, META)
+        kept_rows = load_factors(meeting.kept, batch, head, start, exist, 1.0, META)
+        of_rows = load_factors(meeting.asking, batch, head, start, exist, scale, META)
+        if META.BY_CHANNEL:
+            factor = load_across(beta, batch, head, start, exist)
+        else:
+            factor = load_across(meeting.asked, batch, head, start, exist)
         if grad_states is not None:
-            slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
-            pointers, exists = state_pointers(
-                grad_states, slot * META.HEADS + head, channels, values, META
+            pointers, exists = turned_state_pointers(
+                grad_states, number_here, channels, values, META
             )
             tl.store(pointers, gradient.to(grad_states.dtype.element_ty), mask=exists)
-        narrowed, unit = narrow(gradient, element, 0)
-        keys, factor = load_faded(
-            kept, factors.key, decay, batch, head, start, length, exist, channels, META, True, False
-        )
-        toward = tl.dot(keys, narrowed, input_precision=META.PRECISION) * (unit * factor)
-        grads = load_channels(grad_output, batch, head, start, exist, values, META.VALUE_DIM, False)
-        seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, True)
-        toward += tl.dot(seen, grads, input_precision=META.PRECISION)
-        solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, True)
-        found = tl.dot(solve, toward.to(element), input_precision=META.PRECISION)
+        narrowed, unit = narrow(gradient, element, 1)
+        into = load_rows_of_state(kept, batch, head, start, exist, channels, META)
+        toward = tl.dot(narrowed, tl.trans(into), input_precision=META.PRECISION)
+        toward = toward * (unit * kept_rows)
+        grads = load_channels(grad_output, batch, head, start, exist, values, META.VALUE_DIM, True)
+        seen = load_channels(weights, batch, head, start, exist, pairs, META.CHUNK, False)
+        toward += tl.dot(grads, seen, input_precision=META.PRECISION)
+        solve = load_channels(inverse, batch, head, start, exist, pairs, META.CHUNK, False)
+        found = tl.dot(toward.to(element), solve, input_precision=META.PRECISION)
         if solved is not None:
-            store_channels(solved, batch, head, start, exist, values, found, META.VALUE_DIM)
-        beta_rows = load_number(beta, batch, head, start + pairs, exist).to(tl.float32)[:, None]
-        asked, of_rows = load_faded(
-            query, factors.query, decay, batch, head, start, length, exist, channels, META, False,
-            True,
-        )  # fmt: skip
-        turned, factor = load_faded(
-            key, factors.key, decay, batch, head, start, length, exist, channels, META, False, True
-        )
-        gradient = gradient * left_of_state(decay, batch, head, start, length, channels, META)
-        come = (grads.to(tl.float32) * (of_rows * scale)).to(element)
-        gradient += tl.dot(asked, come, input_precision=META.PRECISION)
-        gone = (found * (beta_rows * factor)).to(element)
-        gradient -= tl.dot(turned, gone, input_precision=META.PRECISION)
+            store_turned(solved, batch, head, start, exist, values, found, META.VALUE_DIM)
+        asked = load_rows_of_state(query, batch, head, start, exist, channels, META)
+        if META.BY_CHANNEL:
+            keys = load_rows_of_state(key, batch, head, start, exist, channels, META)
+        else:
+            keys = into
+        gradient = gradient * left
+        come = (grads.to(tl.float32) * of_rows).to(element)
+        gradient += tl.dot(come, asked, input_precision=META.PRECISION)
+        gone = (found * factor).to(element)
+        gradient -= tl.dot(gone, keys, input_precision=META.PRECISION)
     if first is not None:
         if solved is not None:  # else each segment has one
             number = tl.where(is_first, batch * META.HEADS + head, -1)
-        pointers, exists = state_pointers(first, number, channels, values, META)
+        pointers, exists = state_pointers(first, number, channels, values, META, True)
         tl.store(pointers, gradient, mask=exists & (number >= 0))

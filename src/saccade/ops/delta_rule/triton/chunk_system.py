@@ -13,8 +13,9 @@ which is one product less in the scan, and takes head_dim + value_dim numbers a 
 T is made by T₂₁ = −T₂₂ A₂₁ T₁₁, which is substitution by blocks: no number in it is larger than
 those of T, whatever the keys are. (A product of powers of A, as (I − A)(I + A²)(I + A⁴)…, cancels
 numbers of 6,000 for equal keys and beta 1.) Half types begin with blocks of 2 rows, two products on
-tensor cores for each size, in tf32, which is exacter than T is held. Float32 begins with blocks of
-16 by substitution, and is exact to its own rounding.
+tensor cores for each size, exacter than T is held: for bfloat16 with numbers of A, which are what
+rounding would change most, as sums of two in bfloat16; for float16 in three passes of tf32. Float32
+begins with blocks of 16 by substitution, and is exact to its own rounding.
 
 **Decay by channel** is a factor e^{G_i − G_j} that no channel has in common with another, and that
 is no product of two numbers in range: e^{−G_j} is e^{100} after one strong token. But between two
@@ -22,7 +23,12 @@ rows any third one may stand as reference, G_i − G_r and G_r − G_j both bein
 are told apart by the smallest block of 2, 4, 8, … rows that holds both: one then lies in its first
 half and one in its second, and r is the last row of the first half. That is a factor for each row
 and size of blocks, at most 1, and one product each: six for 64 rows, where blocks of 16 with pairs
-of their own would take 16 exponentials for each number.
+of their own would take 16 exponentials for each number. Most chunks need none of that: where no
+channel fades by more than e^60 between the chunk's middle row and any other, that row is reference
+for all pairs, with factors above 1 on one side of it. Rounding is relative, so they are as exact.
+
+What a scan asks of rows besides is made here as well: the lengths of queries and keys, and the
+factors by which products of rows with states are multiplied (`Meeting`).
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
@@ -36,14 +42,19 @@ from typing import NamedTuple
 
 from saccade.gpu.features import load_number
 from saccade.gpu.language import tl, triton
-from saccade.gpu.tensor_view import num_rows, row_pointers, store_tile
+from saccade.gpu.tensor_view import num_rows, row_pointers, store_numbers, store_tile, wide
 from saccade.ops.delta_rule.triton.chunk_rows import (
+    chunk_slot,
     last_sums,
     load_channels,
     load_sums,
+    one_over_length,
     row_factors,
     store_channels,
 )
+
+MILD = tl.constexpr(60.0)  # e^60 times e^60 may overflow where nothing is asked; no factor does
+MILD_OF_FLOAT16 = tl.constexpr(4.0)  # which keeps rows of length 1 away from its smallest numbers
 
 
 class SystemMeta(NamedTuple):
@@ -55,26 +66,36 @@ class SystemMeta(NamedTuple):
     CHUNK: int
     LEVELS: int  # 2^LEVELS = CHUNK
     BY_CHANNEL: bool
+    HEADS: int
+    PACKED: bool
     PRECISION: str
     SOLVED: str  # how products of the system's inverse are computed
 
 
 @triton.jit
 def delta_system(
-    query, key, factors, beta, decay, inverse, weights, faded, scale, META: tl.constexpr
+    query, key, factors, beta, decay, inverse, weights, meeting, lasts, faded, scale,
+    META: tl.constexpr,
 ):  # fmt: skip
     """One program: T and P of one chunk of a value head.
 
     query, key, inverse, weights: Views; beta: a View of numbers. factors: Factors; decay: a Decay,
-    or None. faded: what is to be written of rows that fade by channel.
+    or None. meeting: the `Meeting` of its rows, of which is written what there is. faded: rows that
+    fade by channel, or None; they are written, too.
     """
     batch, head, chunk, _ = inverse.find(tl.program_id(0), inverse.data, META.CHUNK)
     key_head, start = head // META.GROUP, chunk * META.CHUNK
+    slot = chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED)
+    number = wide(slot) * META.HEADS + head
     length = num_rows(inverse, batch)
     rows = tl.arange(0, META.CHUNK)
     exist = start + rows < length
-    of_keys = row_factors(factors.key, batch, key_head, start, exist)
-    of_queries = row_factors(factors.query, batch, key_head, start, exist)
+    of_keys, of_queries = 1.0, 1.0
+    if META.BY_CHANNEL:
+        of_keys = row_factors(factors.key, batch, key_head, start, exist)
+        of_queries = row_factors(factors.query, batch, key_head, start, exist)
+    key_squares = tl.zeros([META.CHUNK], tl.float32)
+    query_squares = tl.zeros([META.CHUNK], tl.float32)
     pairs = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
     scores = tl.zeros([META.CHUNK, META.CHUNK], tl.float32)
     own = tl.zeros([META.CHUNK], tl.float32)
@@ -90,34 +111,60 @@ def delta_system(
             own += tl.sum(wide_queries * wide_keys, 1)
             sums = load_sums(decay, batch, head, start, exist, channels, META)
             write_faded(
-                faded, wide_queries, wide_keys, decay, sums, batch, head, start, length, exist,
-                channels, META,
+                faded, lasts, number, wide_queries, wide_keys, decay, sums, batch, head, start,
+                length, exist, channels, META,
             )  # fmt: skip
-            for level in range(0, META.LEVELS):  # not unrolled, as registers are few
-                left = left_between(decay, sums, batch, head, start, length, channels, level, META)
-                near = (wide_keys * left).to(keys.dtype)
+            gap, mild = from_middle(
+                decay, sums, batch, head, start, length, exist, channels, keys.dtype, META
+            )
+            if mild:
+                near = (wide_keys * tl.exp(-gap)).to(keys.dtype)
+                left = tl.exp(gap)
+                asking = (wide_keys * left).to(keys.dtype)
+                pairs += tl.dot(asking, tl.trans(near), input_precision=META.PRECISION)
                 asking = (wide_queries * left).to(keys.dtype)
-                meet = pairs_of_level(rows, level)
-                found = tl.dot(near, tl.trans(near), input_precision=META.PRECISION)
-                pairs += tl.where(meet, found, 0.0)
-                found = tl.dot(asking, tl.trans(near), input_precision=META.PRECISION)
-                scores += tl.where(meet, found, 0.0)
+                scores += tl.dot(asking, tl.trans(near), input_precision=META.PRECISION)
+            else:
+                for level in range(0, META.LEVELS):  # not unrolled, as registers are few
+                    left = left_between(
+                        decay, sums, batch, head, start, length, channels, level, META
+                    )
+                    near = (wide_keys * left).to(keys.dtype)
+                    asking = (wide_queries * left).to(keys.dtype)
+                    meet = pairs_of_level(rows, level)
+                    found = tl.dot(near, tl.trans(near), input_precision=META.PRECISION)
+                    pairs += tl.where(meet, found, 0.0)
+                    found = tl.dot(asking, tl.trans(near), input_precision=META.PRECISION)
+                    scores += tl.where(meet, found, 0.0)
         else:
+            if factors.key is not None:
+                key_squares += squares_of(keys)
+                query_squares += squares_of(queries)
             pairs += tl.dot(keys, tl.trans(keys), input_precision=META.PRECISION)
             scores += tl.dot(queries, tl.trans(keys), input_precision=META.PRECISION)
     if META.BY_CHANNEL:
-        scores += tl.where(rows[:, None] == rows[None, :], own[:, None], 0.0)
+        scores = tl.where(rows[:, None] == rows[None, :], own[:, None], scores)
     else:
         if factors.key is not None:
+            of_keys, of_queries = one_over_length(key_squares), one_over_length(query_squares)
+            store_numbers(factors.key, batch, key_head, start + rows, length, of_keys)
+            store_numbers(factors.query, batch, key_head, start + rows, length, of_queries)
+            of_keys, of_queries = of_keys[:, None], of_queries[:, None]
             across = tl.trans(of_keys)
             pairs, scores = pairs * of_keys * across, scores * of_queries * across
         if decay is not None:
             left = left_between_rows(decay, batch, head, start, exist, rows, META)
             pairs, scores = pairs * left, scores * left
     beta_rows = load_number(beta, batch, head, start + rows, exist).to(tl.float32)
+    if not META.BY_CHANNEL:
+        write_meeting(
+            meeting, lasts, number, of_queries, of_keys, beta_rows, decay, batch, head, start,
+            length, rows, exist, scale, META,
+        )  # fmt: skip
     earlier = rows[None, :] < rows[:, None]
     pairs = tl.where(earlier, pairs * beta_rows[:, None], 0.0)
     scores = tl.where(rows[None, :] <= rows[:, None], scores * scale, 0.0)
+    store_tile(weights, batch, head, start, length, scores, META.CHUNK)
     # Substitution would carry NaN to earlier rows, as 0 · NaN is NaN.
     finite = tl.abs(tl.sum(tl.abs(pairs), 1)) < float("inf")
     late = tl.cumsum(tl.where(finite, 0, 1), 0)[:, None] > 0
@@ -128,16 +175,45 @@ def delta_system(
         solved = inverse_by_blocks(pairs, META.CHUNK, META.LEVELS, META.SOLVED)
     solved = tl.where(late, float("nan"), solved)
     store_tile(inverse, batch, head, start, length, solved, META.CHUNK)
-    store_tile(weights, batch, head, start, length, scores, META.CHUNK)
+
+
+@triton.jit
+def squares_of(rows):
+    """The sum of each row's squares."""
+    numbers = rows.to(tl.float32)
+    return tl.sum(numbers * numbers, 1)
+
+
+@triton.jit
+def write_meeting(
+    meeting, lasts, number, of_queries, of_keys, beta_rows, decay, batch, head, start, length, rows,
+    exist, scale, META: tl.constexpr,
+):  # fmt: skip
+    """Write what products of rows with states are multiplied by."""
+    left, until = tl.zeros([META.CHUNK, 1], tl.float32) + 1.0, 1.0
+    if decay is not None:
+        high, low = load_sums(decay, batch, head, start, exist, rows, META)
+        last_high, last_low = last_sums(decay, batch, head, start, length, rows, META)
+        left, until = tl.exp(high + low), tl.exp((last_high - high) + (last_low - low))
+        tl.store(lasts + number, tl.exp(last_high + last_low))
+    numbers = tl.reshape(left * of_queries * scale, [META.CHUNK])
+    store_numbers(meeting.asking, batch, head, start + rows, length, numbers)
+    numbers = tl.reshape(left * of_keys * beta_rows[:, None], [META.CHUNK])
+    store_numbers(meeting.asked, batch, head, start + rows, length, numbers)
+    numbers = tl.reshape(left * 0.0 + until * of_keys, [META.CHUNK])
+    store_numbers(meeting.kept, batch, head, start + rows, length, numbers)
 
 
 @triton.jit
 def write_faded(
-    faded, queries, keys, decay, sums, batch, head, start, length, exist, channels,
+    faded, lasts, number, queries, keys, decay, sums, batch, head, start, length, exist, channels,
     META: tl.constexpr,
 ):  # fmt: skip
-    """Write rows as they meet the state before their chunk, and keys as they do the one behind."""
+    """Write rows as they meet the state before their chunk, and keys as they do the one behind;
+    what that has left."""
     high, low = last_sums(decay, batch, head, start, length, channels, META)
+    pointers = lasts + (number * META.HEAD_DIM + channels)
+    tl.store(pointers, tl.exp(high + low), mask=channels < META.HEAD_DIM)
     left = tl.exp(sums[0] + sums[1])
     until = tl.exp((high[None, :] - sums[0]) + (low[None, :] - sums[1]))
     at = batch, head, start, exist, channels
@@ -162,6 +238,30 @@ def left_between_rows(decay, batch, head, start, exist, rows, META: tl.constexpr
     gap = (high - tl.trans(high)) + (low - tl.trans(low))
     # Rows past the end have sums of 0, from which e^{−G_j} would be left.
     return tl.exp(tl.where((rows[None, :] <= rows[:, None]) & exist[:, None], gap, 0.0))
+
+
+@triton.jit
+def from_middle(
+    decay, sums, batch, head, start, length, exist, channels, DTYPE: tl.constexpr,
+    META: tl.constexpr,
+):  # fmt: skip
+    """How much less than the chunk's middle row each row has decayed, channel by channel, as a
+    logarithm; and whether that and its negative are so small, in all rows, that their exponentials
+    are good factors of rows in DTYPE.
+
+    Pairs then have the middle as reference, whichever side of it they lie on: one product each, and
+    no pair loses anything, as a factor above 1 rounds like any other.
+    """
+    middle = tl.minimum(start + META.CHUNK // 2, length) - 1
+    exists = (channels < META.HEAD_DIM) & (middle >= 0)
+    high = tl.load(row_pointers(decay.high, batch, head, middle, channels), exists, 0.0)
+    low = tl.load(row_pointers(decay.low, batch, head, middle, channels), exists, 0.0)
+    gap = (sums[0] - high[None, :]) + (sums[1] - low.to(tl.float32)[None, :])
+    gap = tl.where(exist[:, None], gap, 0.0)
+    most: tl.constexpr = MILD_OF_FLOAT16 if tl.float16 == DTYPE else MILD
+    # So asked, NaN is not mild: it may stand behind rows that it must not reach.
+    beyond = tl.where(tl.abs(gap) <= most, 0, 1)
+    return gap, tl.max(tl.max(beyond, 1), 0) == 0
 
 
 @triton.jit
@@ -203,9 +303,23 @@ def inverse_by_blocks(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION
     found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, 0.0))
     for level in tl.static_range(1, LEVELS):
         below = tl.where(pairs_of_level(rows, level), lower, 0.0)
-        below = tl.dot(below, found, input_precision=PRECISION)
-        found -= tl.dot(found, below, input_precision=PRECISION)
+        if PRECISION == "bf16x2":
+            # What is multiplied on the left stays in registers, as it is; tf32 would be moved.
+            narrowed, less = found.to(tl.bfloat16), (-found).to(tl.bfloat16)
+            high, low = two_parts(below)
+            high, low = two_parts(tl.dot(low, narrowed, tl.dot(high, narrowed)))
+            found = tl.dot(less, low, tl.dot(less, high, found))
+        else:
+            below = tl.dot(below, found, input_precision=PRECISION)
+            found -= tl.dot(found, below, input_precision=PRECISION)
     return found
+
+
+@triton.jit
+def two_parts(tile):
+    """Numbers as sums of two in bfloat16: 16 bits of them."""
+    high = tile.to(tl.bfloat16)
+    return high, (tile - high.to(tl.float32)).to(tl.bfloat16)
 
 
 @triton.jit

@@ -1,11 +1,11 @@
 """Configs of the gated delta rule: rows of a chunk, tiles of channels, warps and stages.
 
 They were chosen by what they compile to: the state of a program (channels of keys × its tile of
-values, in float32) against its registers, rows of a chunk against shared memory. Of Hopper with 128
-channels others were timed, kernel by kernel (benchmarks/results/h200/delta_tiles.txt), and some are
-faster; what they compute was not compared there, so they wait for the suite on a GPU. By Triton
-3.6, a scan of four warps that loads nothing ahead (one stage) reads outside of its memory on
-Hopper.
+values, in float32) against its registers, rows of a chunk against shared memory. Those of Hopper
+with 128 channels are the fastest of several that were timed and compared with float64, kernel by
+kernel (benchmarks/results/h200/delta_tiles.txt). By Triton 3.6, a scan of four warps that loads
+nothing ahead (one stage) reads outside of its memory on Hopper, and gradients of four warps are
+wrong there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ COLUMNS = (64, 128, 256)
 # Entries: DeltaConfig without what depends on the call alone. On Hopper an address takes one
 # register for a whole tile of rows (`tensor_view.tile_pointers`), elsewhere one for each.
 _HOPPER = (
-    DeltaConfig(64, 64, 4, 2, (64, 4, 2), 64, 4, 64, 64, 8, 2),
-    DeltaConfig(64, 64, 4, 2, (64, 4, 2), 64, 4, 64, 64, 8, 2),
-    DeltaConfig(64, 16, 8, 1, (16, 8, 1), 64, 4, 32, 32, 8, 1),
+    DeltaConfig(64, 64, 4, 2, (64, 4, 2), 64, 4, 64, 64, 8, 1),
+    DeltaConfig(64, 64, 4, 2, (64, 4, 2), 128, 4, 128, 64, 8, 2),
+    DeltaConfig(64, 64, 8, 2, (64, 8, 2), 64, 4, 32, 32, 8, 1),
 )
 _AMPERE = (
     DeltaConfig(64, 32, 4, 2, (32, 4, 2), 32, 8, 16, 16, 8, 1),
@@ -52,7 +52,7 @@ _AMPERE = (
 _CDNA = (
     DeltaConfig(64, 64, 4, 1, (64, 4, 1), 64, 4, 32, 32, 4, 1),
     DeltaConfig(64, 64, 4, 1, (64, 4, 1), 64, 4, 32, 32, 4, 1),
-    DeltaConfig(64, 32, 4, 1, (32, 4, 1), 64, 4, 32, 32, 4, 1),
+    DeltaConfig(64, 16, 4, 1, (32, 4, 1), 64, 4, 32, 32, 4, 1),
 )
 # Without tensor cores, float32 and all of Turing: operands lie in shared memory.
 _SLOW = (
@@ -80,10 +80,15 @@ def choose(
     if by_channel and table is not _SLOW:  # sums of decay and their exponentials besides
         config = config._replace(
             system_tile=min(config.system_tile, 32),
-            system_warps=4 if table is _CDNA else 8,
-            gradient_tile=16,
+            system_warps=8 if table is _AMPERE else 4,
+            gradient_tile=32 if table is _HOPPER else 16,
             gradient_values=min(config.gradient_values, 32),
+            gradient_stages=1,
         )
+        if table is _HOPPER and column == 1:  # three tiles of rows: two programs have no memory
+            config = config._replace(tile=128, num_warps=8, back=(128, 8, 2))
+        elif table is _HOPPER and column == 2:
+            config = config._replace(num_stages=1, back=(64, 8, 1))
     if requested is not None:
         check(requested)
         if requested.kv_tile and requested.kv_tile not in CHUNKS:
@@ -146,6 +151,11 @@ def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if (wide or architecture == "sm_75") and head_dim > COLUMNS[0]:
         return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
-    if kernel == "delta_gradients" and architecture != "sm_90":
+    spilling = ("delta_reverse_scan", "delta_gradients")
+    if head_dim > COLUMNS[1]:
+        spilling += ("delta_forward_scan",)
+    if architecture == "sm_90" and kernel in spilling:
+        return "a few numbers; tiles that spill none take longer (h200/delta_tiles.txt)"
+    if kernel == "delta_gradients":
         return "all pairs of a chunk are left operands, in registers; waits for a GPU"
     return ""

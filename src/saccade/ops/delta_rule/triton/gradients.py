@@ -10,9 +10,10 @@ keys where they ask the state), or with e^{−G} (keys that are written); decay'
 of row · gradient, with a sign for each, over all rows from its own on. Pairs of a row with itself
 do not fade, and are left out of that.
 
-A program first makes both gradients of pairs, and both turned over as well: so they stay in
-registers, where they stand on the left of products. Then come tiles of channels of keys, each in
-two steps, so that two sums are held at a time: of what asks a state, then of what is written to it.
+A program first makes both gradients of pairs, and both turned over as well, as left operands of
+products. What rows of queries and keys are multiplied by (1 / length, beta) is in their columns, so
+that rows go from memory into products as they are. Then come tiles of channels of keys; where
+registers allow it all channels are one.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
@@ -33,10 +34,10 @@ from saccade.ops.delta_rule.triton.chunk_rows import (
     load_channels,
     load_sums,
     row_factors,
-    state_pointers,
     store_channels,
+    turned_state_pointers,
 )
-from saccade.ops.delta_rule.triton.chunk_system import left_between, pairs_of_level
+from saccade.ops.delta_rule.triton.chunk_system import from_middle, left_between, pairs_of_level
 
 
 class GradientMeta(NamedTuple):
@@ -57,8 +58,9 @@ class GradientMeta(NamedTuple):
 
 class Pairs(NamedTuple):
     """Gradients of a chunk's pairs, as left operands of products, with what these are to be
-    multiplied by: of P and of A / beta below the diagonal, times scale, and times decay between two
-    rows where all channels have the same; then both turned over."""
+    multiplied by: of P, times scale, and of A / beta below the diagonal, times decay between two
+    rows where all channels have the same; then both turned over. Columns are multiplied by what
+    the rows of the products are still to be: 1 / length, and beta where keys ask."""
 
     scores: Any
     scores_unit: Any
@@ -96,17 +98,19 @@ def delta_gradients(
     slot = wide(chunk_slot(updates, batch, chunk, META.CHUNK, META.PACKED))
     number = slot * META.HEADS + head
     pairs, alone, beta_gradient = pair_gradients(
-        value, grad_output, decay, updates, solved, grad_value, beta_rows, at, rows, scale, element,
-        META,
+        value, grad_output, decay, updates, solved, grad_value, of_queries, of_keys, beta_rows, at,
+        rows, scale, element, META,
     )  # fmt: skip
     for first in range(0, META.HEAD_DIM, META.KEY_TILE):
         channels = first + tl.arange(0, META.KEY_TILE)
+        asking, asked, written, flow = gradients_by_states(
+            grad_output, updates, solved, states, grad_states, number, at, channels,
+            decay is not None, META,
+        )  # fmt: skip
         keys = load_channels(key, batch, key_head, start, exist, channels, META.HEAD_DIM, False)
         queries = load_channels(
             query, batch, key_head, start, exist, channels, META.HEAD_DIM, False
         )
-        keys, queries = keys.to(tl.float32) * of_keys, queries.to(tl.float32) * of_queries
-        asking, asked = gradients_of_asking(grad_output, solved, states, number, at, channels, META)
         sums, lasts, since, until = (0.0, 0.0), 1.0, 1.0, 1.0
         if decay is not None:
             sums = load_sums(decay, batch, head, start, exist, channels, META)
@@ -115,26 +119,29 @@ def delta_gradients(
             if META.BY_CHANNEL:
                 high, low = high[None, :], low[None, :]
             since, until = tl.exp(sums[0] + sums[1]), tl.exp((high - sums[0]) + (low - sums[1]))
+        gap, mild = 0.0, True
+        if META.BY_CHANNEL:
+            gap, mild = from_middle(
+                decay, sums, batch, head, start, length, exist, channels, element, META
+            )
         asking, asked = within_chunk_asking(
-            asking * (since * scale), asked * since, keys, pairs, decay, sums, batch, head, start,
-            length, channels, element, META,
+            asking * (since * scale), asked * since, keys, pairs, decay, sums, gap, mild, batch,
+            head, start, length, channels, element, META,
         )  # fmt: skip
-        beta_gradient += tl.sum(keys * asked, 1)
+        unit_keys, unit_queries = keys.to(tl.float32) * of_keys, queries.to(tl.float32) * of_queries
+        beta_gradient += tl.sum(unit_keys * asked, 1)
         asked = asked * beta_rows
-        crossing = queries * asking + keys * asked
-        asking = asking + alone * keys
+        crossing = unit_queries * asking + unit_keys * asked
+        asking = asking + alone * unit_keys
         store_channels(grad_query, batch, head, start, exist, channels, asking, META.HEAD_DIM)
-        written, flow = gradients_of_writing(
-            updates, states, grad_states, number, at, channels, decay is not None, META
-        )
         written = written * until
-        ended = by_channel(keys * written, META) + lasts * flow
+        ended = by_channel(unit_keys * written, META) + lasts * flow
         written = within_chunk_written(
-            written, queries, keys * beta_rows, pairs, decay, sums, batch, head, start, length,
+            written, queries, keys, pairs, decay, sums, gap, mild, batch, head, start, length,
             channels, element, META,
         )  # fmt: skip
         if decay is not None:
-            crossing -= keys * written
+            crossing -= unit_keys * written
             if META.BY_CHANNEL:
                 crossing = tl.cumsum(crossing, 0, reverse=True) + ended[None, :]
                 store_channels(
@@ -143,7 +150,7 @@ def delta_gradients(
             else:
                 crossing_rows += tl.sum(crossing, 1)
                 ended_rows += ended
-        written = asked + written + alone * queries
+        written = asked + written + alone * unit_queries
         store_channels(grad_key, batch, head, start, exist, channels, written, META.HEAD_DIM)
     store_numbers(grad_beta, batch, head, start + rows, length, beta_gradient)
     if decay is not None and not META.BY_CHANNEL:
@@ -156,11 +163,11 @@ def delta_gradients(
 
 @triton.jit
 def pair_gradients(
-    value, grad_output, decay, updates, solved, grad_value, beta_rows, at, rows, scale,
-    DTYPE: tl.constexpr, META: tl.constexpr,
+    value, grad_output, decay, updates, solved, grad_value, of_queries, of_keys, beta_rows, at,
+    rows, scale, DTYPE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """`Pairs`; the gradients of P on the diagonal, times scale [rows, 1]; those of beta as a factor
-    of values. Gradients of values are written.
+    """`Pairs`, of rows as they lie in memory; the gradients of P on the diagonal, times scale
+    [rows, 1]; those of beta as a factor of values. Gradients of values are written.
 
     at: batch entry, head, first row, and which rows there are.
     """
@@ -192,6 +199,10 @@ def pair_gradients(
         left, turned = left_both_ways(decay, batch, head, start, exist, rows, META)
         scores, pairs = scores * left, pairs * left
         later_scores, later_pairs = later_scores * turned, later_pairs * turned
+    of_queries, of_keys = beta_rows * 0.0 + of_queries, beta_rows * 0.0 + of_keys
+    scores, pairs = scores * tl.trans(of_keys), pairs * tl.trans(of_keys)
+    later_scores = later_scores * tl.trans(of_queries)
+    later_pairs = later_pairs * tl.trans(beta_rows * of_keys)
     below, above = rows[None, :] < rows[:, None], rows[None, :] > rows[:, None]
     scores, scores_unit = narrow(tl.where(below, scores, 0.0), DTYPE, 1)
     pairs, pairs_unit = narrow(tl.where(below, -pairs, 0.0), DTYPE, 1)
@@ -219,45 +230,35 @@ def left_both_ways(decay, batch, head, start, exist, rows, META: tl.constexpr):
 
 
 @triton.jit
-def gradients_of_asking(grad_output, solved, states, number, at, channels, META: tl.constexpr):
-    """Gradients of queries and of keys that ask the state before the chunk, without factors."""
+def gradients_by_states(
+    grad_output, updates, solved, states, grad_states, number, at, channels, FLOWS: tl.constexpr,
+    META: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries, of keys that ask the state before the chunk, and of keys that are
+    written to the one behind it, without factors; ⟨S, R⟩, `by_channel`, if it FLOWS."""
     batch, head, start, exist = at
     asking = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
     asked = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
+    written = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
+    flow = by_channel(written * 0.0, META)
     element: tl.constexpr = grad_output.ptr.dtype.element_ty
     for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
         values = first + tl.arange(0, META.VALUE_TILE)
         grads = load_rows_of(grad_output, batch, head, start, exist, values, META)
         errors = load_rows_of(solved, batch, head, start, exist, values, META)
-        pointers, exists = state_pointers(states, number, channels, values, META, True)
-        state, unit = narrow(tl.load(pointers, mask=exists, other=0.0), element, 0)
-        asking += tl.dot(grads, state, input_precision=META.PRECISION) * unit
-        asked += tl.dot(errors, state, input_precision=META.PRECISION) * unit
-    return asking, -asked
-
-
-@triton.jit
-def gradients_of_writing(
-    updates, states, grad_states, number, at, channels, FLOWS: tl.constexpr, META: tl.constexpr
-):
-    """Gradients of keys that are written to the state behind the chunk, without factors; ⟨S, R⟩,
-    `by_channel`, if it FLOWS."""
-    batch, head, start, exist = at
-    written = tl.zeros([META.CHUNK, META.KEY_TILE], tl.float32)
-    flow = by_channel(written * 0.0, META)
-    element: tl.constexpr = updates.ptr.dtype.element_ty
-    for first in range(0, META.VALUE_DIM, META.VALUE_TILE):
-        values = first + tl.arange(0, META.VALUE_TILE)
         rows = load_rows_of(updates, batch, head, start, exist, values, META)
-        pointers, exists = state_pointers(grad_states, number, channels, values, META, True)
+        pointers, exists = turned_state_pointers(states, number, channels, values, META)
+        state = tl.load(pointers, mask=exists, other=0.0)
+        pointers, exists = turned_state_pointers(grad_states, number, channels, values, META)
         gradient = tl.load(pointers, mask=exists, other=0.0)
         if FLOWS:
-            pointers, exists = state_pointers(states, number, channels, values, META, True)
-            state = tl.load(pointers, mask=exists, other=0.0)
             flow += by_channel(state.to(tl.float32) * gradient.to(tl.float32), META)
+        state, unit = narrow(state, element, 0)
+        asking += tl.dot(grads, state, input_precision=META.PRECISION) * unit
+        asked += tl.dot(errors, state, input_precision=META.PRECISION) * unit
         gradient, unit = narrow(gradient, element, 0)
         written += tl.dot(rows, gradient, input_precision=META.PRECISION) * unit
-    return written, flow
+    return asking, -asked, written, flow
 
 
 @triton.jit
@@ -272,52 +273,69 @@ def by_channel(tile, META: tl.constexpr):
 
 @triton.jit
 def within_chunk_asking(
-    asking, asked, keys, pairs, decay, sums, batch, head, start, length, channels,
+    asking, asked, keys, pairs, decay, sums, gap, mild, batch, head, start, length, channels,
     DTYPE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
     """Gradients so far and by way of pairs: of queries, and of keys that ask."""
     precision: tl.constexpr = META.PRECISION
     if META.BY_CHANNEL:
         rows, zero = tl.arange(0, META.CHUNK), tl.zeros_like(pairs.scores)
-        for level in range(0, META.LEVELS):  # not unrolled, as registers are few
-            left = left_between(decay, sums, batch, head, start, length, channels, level, META)
-            near = (keys * left).to(DTYPE)
-            meet = pairs_of_level(rows, level)
-            found = tl.dot(tl.where(meet, pairs.scores, zero), near, input_precision=precision)
+        if mild:
+            near, left = (keys.to(tl.float32) * tl.exp(-gap)).to(DTYPE), tl.exp(gap)
+            found = tl.dot(pairs.scores, near, input_precision=precision)
             asking += left * (found * pairs.scores_unit)
-            found = tl.dot(tl.where(meet, pairs.pairs, zero), near, input_precision=precision)
+            found = tl.dot(pairs.pairs, near, input_precision=precision)
             asked += left * (found * pairs.pairs_unit)
+        else:
+            for level in range(0, META.LEVELS):  # not unrolled, as registers are few
+                left = left_between(decay, sums, batch, head, start, length, channels, level, META)
+                near = (keys.to(tl.float32) * left).to(DTYPE)
+                meet = pairs_of_level(rows, level)
+                found = tl.dot(tl.where(meet, pairs.scores, zero), near, input_precision=precision)
+                asking += left * (found * pairs.scores_unit)
+                found = tl.dot(tl.where(meet, pairs.pairs, zero), near, input_precision=precision)
+                asked += left * (found * pairs.pairs_unit)
     else:
-        near = keys.to(DTYPE)
-        asking += tl.dot(pairs.scores, near, input_precision=precision) * pairs.scores_unit
-        asked += tl.dot(pairs.pairs, near, input_precision=precision) * pairs.pairs_unit
+        asking += tl.dot(pairs.scores, keys, input_precision=precision) * pairs.scores_unit
+        asked += tl.dot(pairs.pairs, keys, input_precision=precision) * pairs.pairs_unit
     return asking, asked
 
 
 @triton.jit
 def within_chunk_written(
-    written, queries, scaled_keys, pairs, decay, sums, batch, head, start, length, channels,
-    DTYPE: tl.constexpr, META: tl.constexpr,
+    written, queries, keys, pairs, decay, sums, gap, mild, batch, head, start, length,
+    channels, DTYPE: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """Gradients so far and by way of pairs, of keys that are written. scaled_keys: beta · keys."""
+    """Gradients so far and by way of pairs, of keys that are written."""
     precision: tl.constexpr = META.PRECISION
     if META.BY_CHANNEL:
         rows, zero = tl.arange(0, META.CHUNK), tl.zeros_like(pairs.scores)
-        for level in range(0, META.LEVELS):  # not unrolled, as registers are few
-            left = left_between(decay, sums, batch, head, start, length, channels, level, META)
-            meet = pairs_of_level_turned(rows, level)
-            near = (queries * left).to(DTYPE)
-            found = tl.dot(
-                tl.where(meet, pairs.later_scores, zero), near, input_precision=precision
-            )
-            written += left * (found * pairs.later_scores_unit)
-            near = (scaled_keys * left).to(DTYPE)
-            found = tl.dot(tl.where(meet, pairs.later_pairs, zero), near, input_precision=precision)
-            written += left * (found * pairs.later_pairs_unit)
+        if mild:
+            left, right = tl.exp(gap), tl.exp(-gap)
+            near = (queries.to(tl.float32) * left).to(DTYPE)
+            found = tl.dot(pairs.later_scores, near, input_precision=precision)
+            written += right * (found * pairs.later_scores_unit)
+            near = (keys.to(tl.float32) * left).to(DTYPE)
+            found = tl.dot(pairs.later_pairs, near, input_precision=precision)
+            written += right * (found * pairs.later_pairs_unit)
+        else:
+            for level in range(0, META.LEVELS):  # not unrolled, as registers are few
+                left = left_between(decay, sums, batch, head, start, length, channels, level, META)
+                meet = pairs_of_level_turned(rows, level)
+                near = (queries.to(tl.float32) * left).to(DTYPE)
+                found = tl.dot(
+                    tl.where(meet, pairs.later_scores, zero), near, input_precision=precision
+                )
+                written += left * (found * pairs.later_scores_unit)
+                near = (keys.to(tl.float32) * left).to(DTYPE)
+                found = tl.dot(
+                    tl.where(meet, pairs.later_pairs, zero), near, input_precision=precision
+                )
+                written += left * (found * pairs.later_pairs_unit)
     else:
-        found = tl.dot(pairs.later_scores, queries.to(DTYPE), input_precision=precision)
+        found = tl.dot(pairs.later_scores, queries, input_precision=precision)
         written += found * pairs.later_scores_unit
-        found = tl.dot(pairs.later_pairs, scaled_keys.to(DTYPE), input_precision=precision)
+        found = tl.dot(pairs.later_pairs, keys, input_precision=precision)
         written += found * pairs.later_pairs_unit
     return written
 
@@ -346,16 +364,17 @@ def delta_sum_heads(
     """One program: gradients of some rows of a key head, summed over its GROUP value heads, and by
     way of their division by their length, if they have `factors`.
 
-    found: a View of float32, one row for each value head.
+    found: a View of rows for each value head.
     """
     batch, head, tile, _ = result.find(tl.program_id(0), result.data, TILE)
     start, channels = tile * TILE, tl.arange(0, WIDTH)
     exist = start + tl.arange(0, TILE) < num_rows(result, batch)
     total = tl.zeros([TILE, WIDTH], tl.float32)
     for member in range(0, GROUP):
-        total += load_channels(
+        each = load_channels(
             found, batch, head * GROUP + member, start, exist, channels, DIM, False
         )
+        total += each.to(tl.float32)
     if factors is not None:
         factor = row_factors(factors, batch, head, start, exist)
         raw = load_channels(rows, batch, head, start, exist, channels, DIM, False)

@@ -20,7 +20,15 @@ from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import remembered
 from saccade.ops.delta_rule.triton import configs
-from saccade.ops.delta_rule.triton.chunk_rows import Decay, Factors, Faded, delta_norms, delta_sums
+from saccade.ops.delta_rule.triton.chunk_rows import (
+    Decay,
+    Factors,
+    Faded,
+    Meeting,
+    delta_channel_sums,
+    delta_norms,
+    delta_sums,
+)
 from saccade.ops.delta_rule.triton.chunk_scan import (
     ScanMeta,
     delta_forward_scan,
@@ -51,7 +59,7 @@ from saccade.runtime.delta_spec import (
 from saccade.runtime.spec import KernelConfig, precision
 
 ROWS = 32  # at a time, of kernels that look at each row alone
-SUMMED = 32  # channels at a time whose decay is summed up
+SUMMED = 128  # channels at a time whose decay is summed up
 JOINED_TILE = 16  # channels of values at a time, of states that are joined
 STEP_NUMBERS = 4096  # of a state, in registers of a program of the step
 
@@ -181,7 +189,7 @@ class DeltaCallSpec(NamedTuple):
     @property
     def solved(self) -> str:
         """How a triangular system is inverted: exactly enough for the dtype it is held in."""
-        return {torch.bfloat16: "tf32", torch.float16: "tf32x3"}.get(self.dtype, "ieee")
+        return {torch.bfloat16: "bf16x2", torch.float16: "tf32x3"}.get(self.dtype, "ieee")
 
     @property
     def joined(self) -> str:
@@ -220,10 +228,13 @@ class System(NamedTuple):
     inverse: Tensor  # as rows of value heads, of CHUNK numbers
     weights: Tensor
     faded: tuple[Tensor, Tensor, Tensor] | None  # by channel: queries, keys, keys that are kept
+    meeting: tuple[Tensor, Tensor, Tensor] | None  # else: numbers of the same rows
+    left: Tensor | None  # of states by each chunk, where they fade
 
     def known(self) -> list[Tensor]:
         """The tensors that scans read."""
-        return [self.inverse, self.weights, *(self.faded or ())]
+        parts = *(self.faded or ()), *(self.meeting or ()), self.left
+        return [self.inverse, self.weights, *there_are(parts)]
 
 
 class Moves(NamedTuple):
@@ -258,14 +269,28 @@ class DeltaCall(NamedTuple):
         """Memory for rows of the value heads."""
         return self.inputs.value.new_empty(*self.inputs.beta.shape, channels, dtype=dtype)
 
+    @property
+    def sums_dtype(self) -> torch.dtype:
+        """What sums are kept in between kernels. float16 ends at 65504: it would take factors."""
+        dtype = self.inputs.value.dtype
+        return torch.float32 if dtype == torch.float16 else dtype
+
+    def numbers(self) -> Tensor:
+        """Memory for a number for each row of the value heads."""
+        beta = self.inputs.beta
+        return torch.empty(beta.shape, dtype=torch.float32, device=beta.device)
+
+    def chunk_slots(self) -> int:
+        """How many chunks there may be, of all sequences."""
+        spec = self.spec
+        slots = spec.extent(1).slots(spec.config.chunk)
+        return slots if spec.packed else slots * spec.sequences
+
     def chunk_states(self) -> Tensor:
-        """Memory for a state before or behind each chunk, as products take it."""
+        """Memory for a state before or behind each chunk, turned over, as products take it."""
         spec, value = self.spec, self.inputs.value
-        slots = spec.extent(1).slots(spec.config.chunk) * (1 if spec.packed else spec.sequences)
-        # float16 ends at 65504, so there states are narrowed by factors, when they are read.
-        dtype = torch.float32 if value.dtype == torch.float16 else value.dtype
-        shape = (slots, spec.value_heads, spec.head_dim, spec.value_dim)
-        return value.new_empty(shape, dtype=dtype)
+        shape = (self.chunk_slots(), spec.value_heads, spec.value_dim, spec.head_dim)
+        return value.new_empty(shape, dtype=self.sums_dtype)
 
     # ---- arguments ----------------------------------------------------------------------------
 
@@ -300,10 +325,13 @@ class DeltaCall(NamedTuple):
             return None
         high = torch.empty(decay.shape, dtype=torch.float32, device=decay.device)
         low = torch.empty(decay.shape, dtype=torch.float16, device=decay.device)
-        channels = spec.head_dim if spec.by_channel else 1
-        width = min(next_width(channels), SUMMED) if spec.by_channel else 1
-        constants = {"CHUNK": spec.config.chunk, "CHANNELS": channels, "WIDTH": width}
-        launch = self.launch(delta_sums, constants, 4)
+        constants = {"CHUNK": spec.config.chunk}
+        if spec.by_channel:
+            width = min(next_width(spec.head_dim), SUMMED)
+            constants |= {"CHANNELS": spec.head_dim, "WIDTH": width}
+            launch = self.launch(delta_channel_sums, constants, 1)
+        else:
+            launch = self.launch(delta_sums, constants, 1)
         programs = spec.extent(spec.value_heads).programs(spec.config.chunk)
         views = (decay, high, low)
         launch(
@@ -319,36 +347,51 @@ class DeltaCall(NamedTuple):
         found = []
         for name, rows in (("query", inputs.query), ("key", inputs.key)):
             factors = torch.empty(rows.shape[:-1], dtype=torch.float32, device=rows.device)
+            found.append(factors)
+            if not spec.by_channel:  # `delta_system` has whole rows before it needs these
+                continue
             constants = {"TILE": ROWS, "DIM": spec.head_dim, "WIDTH": next_width(spec.head_dim)}
             launch = self.launch(delta_norms, constants, 4, name=name)
             programs = spec.extent(spec.key_heads).programs(ROWS)
             pair = (rows, factors)
             tensors = [*there_are((inputs.cu_seqlens,)), *pair]
             launch(programs, spec.device, tensors, lambda pair=pair: tuple(map(self.view, pair)))
-            found.append(factors)
         return found[0], found[1]
 
     def system(self) -> System:
         """The triangular systems of all chunks, solved, and what queries weigh."""
         spec, inputs = self.spec, self.inputs
         chunk, config = spec.config.chunk, spec.config
-        inverse, weights, faded = self.rows(chunk), self.rows(chunk), None
+        inverse, weights, faded, meeting = self.rows(chunk), self.rows(chunk), None, None
         if spec.by_channel:
             faded = self.rows(spec.head_dim), self.rows(spec.head_dim), self.rows(spec.head_dim)
+        else:
+            meeting = self.numbers(), self.numbers(), self.numbers()
         constants = {**spec.constants(), "KEY_TILE": config.system_tile}
         launch = self.launch(delta_system, constants, config.system_warps, meta=SystemMeta)
         programs = spec.extent(spec.value_heads).programs(chunk)
+
+        left = None
+        if self.sums is not None:
+            channels = spec.head_dim if spec.by_channel else 1
+            shape = self.chunk_slots(), spec.value_heads, channels
+            left = torch.empty(shape, dtype=torch.float32, device=inverse.device)
+        found = System(inverse, weights, faded, meeting, left)
 
         def arguments() -> tuple[Any, ...]:
             return (
                 self.view(inputs.query), self.view(inputs.key), self.factors(),
                 self.view(inputs.beta), self.decay(), self.view(inverse), self.view(weights),
+                self._meeting(found), left,
                 None if faded is None else Faded(*map(self.view, faded)), spec.variant.scale,
             )  # fmt: skip
 
-        found = System(inverse, weights, faded)
         launch(programs, spec.device, [*self.known(), *found.known()], arguments)
         return found
+
+    def _meeting(self, system: System) -> Meeting:
+        """What products of rows with states want still, as kernels take it."""
+        return Meeting(*map(self.view, system.meeting or (None, None, None)))
 
     def _asking(self, system: System) -> tuple[Any, Any, Any]:
         """Views of queries and keys that ask a state, and of keys that are written to it."""
@@ -367,8 +410,8 @@ class DeltaCall(NamedTuple):
         tile, warps, stages = config.tile, config.num_warps, config.num_stages
         if kernel is delta_reverse_scan:
             tile, warps, stages = config.back
-        elif nan_safe:  # it has more to hold
-            tile = max(tile // 2, 16)
+        elif nan_safe and tile > 16:  # it has more to hold
+            tile, warps = tile // 2, max(warps // 2, 4) if stages > 1 else warps
         tiles = -(-spec.value_dim // tile)
         constants = {
             **spec.constants(), "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_TILE": tile,
@@ -402,8 +445,8 @@ class DeltaCall(NamedTuple):
         def arguments() -> tuple[Any, ...]:
             _, key, kept = self._asking(system)
             return (
-                key, kept, self.view(inputs.value), self.factors(), self.view(inputs.beta),
-                self.decay(), self.view(system.inverse), *found,
+                key, kept, self.view(inputs.value), self._meeting(system), system.left,
+                self.view(inputs.beta), self.view(system.inverse), *found,
             )  # fmt: skip
 
         tensors = [*self.known(), *system.known(), *found]
@@ -454,8 +497,9 @@ class DeltaCall(NamedTuple):
         def arguments() -> tuple[Any, ...]:
             asks, (query, key, kept) = output is not None, self._asking(system)
             return (
-                query if asks else None, key, kept, self.view(inputs.value), self.factors(),
-                self.view(inputs.beta), self.decay(), self.view(system.inverse),
+                query if asks else None, key, kept, self.view(inputs.value),
+                self._meeting(system), system.left, self.view(inputs.beta),
+                self.view(system.inverse),
                 self.view(system.weights) if asks else None,
                 self.view(output), self.view(updates), states, before, after, spec.variant.scale,
             )  # fmt: skip
@@ -488,8 +532,8 @@ class DeltaCall(NamedTuple):
 
         def arguments() -> tuple[Any, ...]:
             return (
-                *self._asking(system), self.view(grad_output), self.factors(),
-                self.view(inputs.beta), self.decay(), self.view(system.inverse),
+                *self._asking(system), self.view(grad_output), self._meeting(system), system.left,
+                self.view(inputs.beta), self.view(system.inverse),
                 self.view(system.weights), self.view(solved), grad_states, ending, first,
                 spec.variant.scale,
             )  # fmt: skip
@@ -507,7 +551,7 @@ class DeltaCall(NamedTuple):
         alone = spec.group == 1 and not spec.variant.normalize_qk
         of_query, of_key = gradients.query, gradients.key
         if not alone:
-            of_query, of_key = (self.rows(spec.head_dim, torch.float32) for _ in range(2))
+            of_query, of_key = (self.rows(spec.head_dim, self.sums_dtype) for _ in range(2))
         constants = {
             **spec.constants(), "KEY_TILE": config.gradient_tile,
             "VALUE_TILE": config.gradient_values,

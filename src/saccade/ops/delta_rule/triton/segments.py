@@ -27,10 +27,15 @@ from typing import NamedTuple
 from saccade.gpu.features import narrow
 from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import first_slot, num_rows, wide
-from saccade.ops.delta_rule.triton.chunk_rows import load_channels, state_pointers
+from saccade.ops.delta_rule.triton.chunk_rows import (
+    chunk_slot,
+    left_of_state,
+    load_across,
+    load_channels,
+    state_pointers,
+)
 from saccade.ops.delta_rule.triton.chunk_scan import (
     columns_of,
-    load_state,
     segment_of,
     state_behind,
     updates_of,
@@ -74,7 +79,7 @@ class SegmentsMeta(NamedTuple):
 
 @triton.jit
 def delta_segments(
-    key, kept, value, factors, beta, decay, inverse, moved, alone, META: tl.constexpr
+    key, kept, value, meeting, lasts, beta, inverse, moved, alone, META: tl.constexpr
 ):
     """One program: N of a segment of one head for a tile of channels of values, or M for a tile of
     columns of the identity.
@@ -96,7 +101,7 @@ def delta_segments(
         idle = idle | (is_first & moves)
     num_chunks = tl.where(idle, 0, num_chunks)
     channels, values = columns_of(tl.where(moves, tile - META.TILES, tile), META)
-    on_diagonal = (channels[:, None] == values[None, :]) & moves
+    on_diagonal = (channels[None, :] == values[:, None]) & moves
     state = tl.where(on_diagonal, 1.0, 0.0)
     length = num_rows(inverse, batch)
     pairs = tl.arange(0, META.CHUNK)
@@ -104,30 +109,41 @@ def delta_segments(
     for chunk in range(first, first + num_chunks):
         start = chunk * META.CHUNK
         exist = start + pairs < length
-        narrowed, unit = narrow(state, element, 0)
+        slot = wide(chunk_slot(inverse, batch, chunk, META.CHUNK, META.PACKED))
+        left = left_of_state(lasts, slot * META.HEADS + head, channels, META)
+        beta_rows = load_across(beta, batch, head, start, exist)
+        narrowed, unit = narrow(state, element, 1)
         wanted = load_channels(
-            value, batch, head, start, exist & (moves == 0), values, META.VALUE_DIM, False
+            value, batch, head, start, exist & (moves == 0), values, META.VALUE_DIM, True
         )
         written, keys = updates_of(
-            narrowed, unit, wanted, key, factors, beta, decay, inverse, batch, head, start, length,
-            exist, channels, META,
-        )  # fmt: skip
-        state = state_behind(
-            state, written, element, keys, kept, factors, decay, batch, head, start, length, exist,
+            narrowed, unit, wanted, key, meeting, beta_rows, inverse, batch, head, start, exist,
             channels, META,
         )  # fmt: skip
-    pointers, exists = state_pointers(alone, number, channels, values, META)
+        state = state_behind(
+            state, written, element, keys, kept, meeting, left, batch, head, start, exist, channels,
+            META,
+        )  # fmt: skip
+    pointers, exists = state_pointers(alone, number, channels, values, META, True)
     tl.store(pointers, state, mask=exists & (moves == 0))
-    pointers, exists = move_pointers(moved, number, channels, values, META.HEAD_DIM)
+    pointers, exists = move_pointers(moved, number, channels, values, META.HEAD_DIM, True)
     tl.store(pointers, state, mask=exists & moves)
 
 
 @triton.jit
-def move_pointers(memory, number, rows, columns, DIM: tl.constexpr):
-    """Addresses of rows × columns of what moves a state [head_dim, head_dim], and which exist."""
+def move_pointers(
+    memory, number, rows, columns, DIM: tl.constexpr, TRANSPOSED: tl.constexpr = False
+):
+    """Addresses of rows × columns of what moves a state [head_dim, head_dim], or turned over, and
+    which exist."""
     first = memory + wide(number) * (DIM * DIM)
-    exists = (rows < DIM)[:, None] & (columns < DIM)[None, :]
-    return first + (rows[:, None] * DIM + columns[None, :]), exists
+    if TRANSPOSED:
+        place = rows[None, :] * DIM + columns[:, None]
+        exists = (rows < DIM)[None, :] & (columns < DIM)[:, None]
+    else:
+        place = rows[:, None] * DIM + columns[None, :]
+        exists = (rows < DIM)[:, None] & (columns < DIM)[None, :]
+    return first + place, exists
 
 
 @triton.jit
@@ -142,7 +158,10 @@ def delta_join_segments(rows, moved, alone, outer, between, META: tl.constexpr):
     number = program // META.TILES
     batch, head = number // META.HEADS, number % META.HEADS
     channels, values = columns_of(program % META.TILES, META)
-    state = load_state(outer, number, channels, values, META)
+    state = tl.zeros([META.HEAD_WIDTH, META.VALUE_TILE], tl.float32)
+    if outer is not None:
+        pointers, exists = state_pointers(outer, number, channels, values, META)
+        state += tl.load(pointers, mask=exists, other=0.0)
     num_segments = tl.maximum(tl.cdiv(num_rows(rows, batch), META.SEGMENT), 1)
     slot = first_slot(rows.data, batch, META.SEGMENT) if META.PACKED else batch * num_segments
     for index in range(0, num_segments):
@@ -157,4 +176,5 @@ def delta_join_segments(rows, moved, alone, outer, between, META: tl.constexpr):
             at, there = move_pointers(moved, here, channels, channels, META.HEAD_DIM)
             moves = tl.load(at, mask=there, other=0.0)
         state = tl.dot(moves, state, input_precision=META.JOINED)
-        state += load_state(alone, here, channels, values, META)
+        pointers, exists = state_pointers(alone, here, channels, values, META)
+        state += tl.load(pointers, mask=exists, other=0.0)
