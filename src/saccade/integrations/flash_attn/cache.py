@@ -16,7 +16,6 @@ from saccade.integrations.arguments import (
     without_autocast,
 )
 from saccade.integrations.flash_attn.functions import attention_options, without_gradient
-from saccade.runtime.arguments import INTEGERS, values_readable
 
 
 def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstring
@@ -174,7 +173,8 @@ class _Pages(NamedTuple):
         if cache_seqlens is None:
             cache_seqlens = self.capacity
         if isinstance(cache_seqlens, Tensor) and cache_seqlens.dim() > 0:
-            if cache_seqlens.dtype not in INTEGERS or cache_seqlens.shape != (batch,):
+            whole_numbers = cache_seqlens.dtype in (torch.int32, torch.int64)
+            if not whole_numbers or cache_seqlens.shape != (batch,):
                 raise ValueError(
                     f"cache_seqlens: got {cache_seqlens.dtype} {tuple(cache_seqlens.shape)}, takes "
                     f"int32 ({batch},) or one number"
@@ -183,7 +183,7 @@ class _Pages(NamedTuple):
         else:
             length = whole("cache_seqlens", cache_seqlens)
             before = torch.full((batch,), length, dtype=torch.int32, device=self.keys.device)
-        if values_readable(before) and batch:
+        if before.device.type == "cpu" and batch and not torch.compiler.is_compiling():
             least, most = (int(end) for end in before.aminmax())
             if least < 0:
                 raise ValueError(f"cache_seqlens: got {least}, takes 0 to {self.capacity}")
