@@ -116,6 +116,20 @@ def test_a_visible_nan_is_seen_where_it_is(implementation: str) -> None:
     assert not output[1].isnan().any()
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_calls_alike_are_computed_and_refused_alike(implementation: str) -> None:
+    """A call after one like it is not checked less where its scale is one number."""
+    given = arguments(lengths=DECODE, scale_of_query="number") | {"implementation": implementation}
+    first = saccade.attention_paged(**given)
+    assert torch.equal(saccade.attention_paged(**given), first)
+    doubled = saccade.attention_paged(**given | {"query_scale": 2 * given["query_scale"]})
+    by_heads = (2 * given["query_scale"]).expand(4, given["query"].shape[1])
+    assert torch.equal(saccade.attention_paged(**given | {"query_scale": by_heads}), doubled)
+    for wrong in (0.0, -1.0, torch.nan, torch.inf):
+        with pytest.raises(ValueError, match=r"query_scale: got .*, takes finite numbers above 0"):
+            saccade.attention_paged(**given | {"query_scale": torch.tensor(wrong)})
+
+
 def test_operator_and_empty_calls() -> None:
     given = arguments(lengths=((1, 0), (1, 0)))
     output, lse = saccade.attention_paged(**given, return_lse=True)
