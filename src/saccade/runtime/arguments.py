@@ -445,11 +445,16 @@ def _check_query_scale(inputs: PagedInputs) -> None:
     check_tensor("query_scale", scale, takes, dtypes=(torch.float32,), device=query.device)
     if tuple(scale.shape) not in ((), (1,), sizes):
         raise ValueError(f"query_scale: got shape {tuple(scale.shape)}, takes {takes}")
+    check_factors("query_scale", scale, takes)
+
+
+def check_factors(name: str, scale: Tensor, takes: str) -> None:
+    """Refuse a scale of numbers that no row can be multiplied by, where they may be read."""
     if values_readable(scale):
         wrong = ~((scale > 0) & (scale < torch.inf))
         if bool(wrong.any()):
             got = scale[wrong].flatten()[0].item()
-            raise ValueError(f"query_scale: got {got}, takes finite numbers above 0: {takes}")
+            raise ValueError(f"{name}: got {got}, takes finite numbers above 0: {takes}")
 
 
 def check_pages(

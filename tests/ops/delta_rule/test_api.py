@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+import validations
 from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 import saccade
 from saccade.ops.delta_rule import api
-from saccade.runtime import call_cache
 from saccade.testing import make_delta_case
 
 rule: Any = saccade.gated_delta_rule
@@ -182,15 +182,7 @@ def test_errors_do_not_grow_with_the_length(decay: str) -> None:
 
 
 def test_a_call_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[dict[str, Any]] = []
-    validate: Any = vars(api)["prepare"]
-
-    def prepare(*tensors: Any, **options: Any) -> Any:
-        seen.append(options)
-        return validate(*tensors, **options)
-
-    monkeypatch.setattr(api, "prepare", prepare)
-    call_cache.forget()
+    seen = validations.noted(monkeypatch, api)
     tensors = given(decay=-torch.rand(2, 4, 9), initial_state=torch.ones(2, 4, 16, 8))
     first = rule(**tensors, return_state=True)
     for again in (rule(**tensors, return_state=True) for _ in range(2)):
@@ -206,15 +198,7 @@ def test_a_call_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_step_is_validated_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Later ones give the same, and PyTorch knows of them too that they changed the states."""
-    seen: list[dict[str, Any]] = []
-    validate: Any = vars(api)["prepare"]
-
-    def prepare(*tensors: Any, **options: Any) -> Any:
-        seen.append(options)
-        return validate(*tensors, **options)
-
-    monkeypatch.setattr(api, "prepare", prepare)
-    call_cache.forget()
+    seen = validations.noted(monkeypatch, api)
     token, before = one_token(), torch.rand(2, 4, 16, 8)
     first, second = before.clone(), before.clone()
     outputs = [step(state, **token, normalize_qk=True) for state in (first, second)]

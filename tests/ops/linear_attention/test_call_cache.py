@@ -6,26 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import validations
 
 import saccade
 from saccade import feature_maps
 from saccade.ops.linear_attention import api
-from saccade.runtime import call_cache
 
 
 @pytest.fixture
 def validated(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """The options of every call that is validated."""
-    seen: list[dict[str, Any]] = []
-    validate: Any = vars(api)["prepare"]
-
-    def prepare(*tensors: Any, **options: Any) -> Any:
-        seen.append(options)
-        return validate(*tensors, **options)
-
-    monkeypatch.setattr(api, "prepare", prepare)
-    call_cache.forget()
-    return seen
+    return validations.noted(monkeypatch, api)
 
 
 ROWS = [torch.randn(1, 2, 9, 8) for _ in range(3)]

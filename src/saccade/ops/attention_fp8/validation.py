@@ -148,16 +148,7 @@ def check_scale(
         fits += [(batch, kv_heads), (by_blocks[0], kv_heads, slots)]
     if tuple(scale.shape) not in fits:
         raise ValueError(f"{name}: got shape {tuple(scale.shape)}, takes {takes}")
-    if arguments.values_readable(scale):
-        _check_values(name, scale, takes)
+    arguments.check_factors(name, scale, takes)
     if repeats and scale.shape[1] == kv_heads and kv_heads:
         return scale.repeat_interleave(heads // kv_heads, 1)
     return scale.reshape(()) if scale.dim() == 1 else scale
-
-
-def _check_values(name: str, scale: Tensor, takes: str) -> None:
-    """Refuse numbers that no row can be multiplied by."""
-    wrong = ~((scale > 0) & (scale < torch.inf))
-    if bool(wrong.any()):
-        found = scale[wrong].flatten()[0].item()
-        raise ValueError(f"{name}: got {found}, takes finite numbers above 0: {takes}")
