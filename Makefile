@@ -94,7 +94,7 @@ CHECKED_MODULES := $(subst $(space),$(comma),$(CHECKED:%=saccade.%))
 # first (tests/conftest.py). One torch thread a worker: the workers already fill the cores.
 PYTEST := $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 CHECK_SHAPES := --jaxtyping-packages=$(CHECKED_MODULES),shape_checks.typechecked
-test: $(DEV_STAMP) browser ## run the tests that need no GPU (13 minutes on two cores)
+test: $(DEV_STAMP) browser ## run the tests that need no GPU (11 minutes on two cores)
 	@OMP_NUM_THREADS=1 TRITON_INTERPRET=1 SACCADE_BROWSER=$(BROWSER) $(PYTEST) \
 	    -m "not gpu and not training and not slow" $(CHECK_SHAPES) $(ARGS)
 
