@@ -155,7 +155,7 @@ def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
     if head_dim > COLUMNS[1]:
         spilling += ("delta_forward_scan",)
     if architecture == "sm_90" and kernel in spilling:
-        return "a few numbers; tiles that spill none take longer (h200/delta_tiles.txt)"
+        return "tiles that spill less take longer (benchmarks/results/h200/delta_tiles.txt)"
     if kernel == "delta_gradients":
         return "all pairs of a chunk are left operands, in registers; waits for a GPU"
     return ""

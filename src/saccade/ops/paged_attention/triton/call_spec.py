@@ -133,14 +133,10 @@ class PagedCallSpec(NamedTuple):
             self.architecture in paged_configs.CHAINS,
         )  # fmt: skip
 
-    @property
-    def way_of_numbers(self) -> int:
-        """What products are of, where pages hold no pairs."""
-        return fp8_products.OF_FP8.value if self.fp8 else 0
-
-    @property
-    def way_of_pairs(self) -> int:
-        """How pairs of eight-bit numbers are taken apart; the interpreter runs no PTX."""
+    def products(self, paired: bool) -> int:
+        """What products are of; paired: whether pages hold pairs. The interpreter runs no PTX."""
+        if not paired:
+            return fp8_products.OF_FP8.value if self.fp8 else 0
         known = self.device is not None or self.architecture != "sm_75"
         ptx = known and self.architecture.startswith("sm_")
         return (decode.BY_PTX if ptx else decode.BY_TRITON).value
@@ -151,9 +147,8 @@ class PagedCallSpec(NamedTuple):
         pages = inputs.key_pages, inputs.value_pages
         steps = [n for tensor in pages for n in (*tensor.stride()[:3], tensor.storage_offset())]
         dims = [tensor.shape[3] for tensor in pages]
-        quantised = inputs.quantised and not self.wide
+        quantised = inputs.quantised and not (self.wide or self.fp8)
         whole = min(widths) >= 32 and max(dims) <= max(widths)  # a rest is not read so
-        quantised = quantised and not self.fp8
         return quantised and whole and not self.latent and not any(n % 2 for n in (*steps, *dims))
 
     def _config(

@@ -62,7 +62,7 @@ from saccade.ops.paged_attention.triton.split_kv import (
 # is small. So rows of queries are scaled by powers of two, and weights by the factors of the values
 # they meet, in units of the largest that a program has met.
 
-# How pairs are taken apart: 0 where there are none.
+# What products are of: pairs taken apart in these ways, or numbers OF_FP8; 0: numbers as they are.
 BY_TRITON, BY_PTX = tl.constexpr(1), tl.constexpr(2)
 HEADROOM = tl.constexpr(16384.0)  # 2^14: times 448, and in units below 2, float16 still holds it
 
@@ -145,7 +145,7 @@ class DecodeMeta(NamedTuple):
     LEAST: int
     SPLITS: int
     WORK_TILES: int
-    PAIRED: int
+    PRODUCTS: int
     CHAINED: bool
     AHEAD: bool
     PARTIAL_STAGES: Any
@@ -161,9 +161,9 @@ def attention_pages(
     """One program: its payload, split by split (ops/paged_attention/triton/split_kv.py).
 
     WORK_TILES: of each group, where they are few, and merging finds them; 0: programs leave notes.
-    PAIRED: pages hold pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX; or products are
-    OF_FP8; 0: neither. CHAINED: it may start while its plan is made, and waits for that here. The
-    merging kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
+    PRODUCTS: of pairs of eight-bit numbers, taken apart BY_TRITON or BY_PTX; OF_FP8; 0: of numbers
+    as they are. CHAINED: it may start while its plan is made, and waits for that here. The merging
+    kernel is to start early too, and waits for this one. AHEAD: pages are looked up a tile
     ahead, for loops that wait for products and not for memory.
     """
     if META.CHAINED:
@@ -200,26 +200,26 @@ def attention_pages(
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
         query_tiles, sums = start_products(
-            query_tiles, query_scale, value_scales, at, VALUE_WIDTH, META.PAIRED
+            query_tiles, query_scale, value_scales, at, VALUE_WIDTH, META.PRODUCTS
         )
         state = (row_max, row_sum, sums)
         full_first, full_end, partial_first, partial_end = part_of_range(tile_range, offset, end)
         page = None
         if META.AHEAD:
-            place = visited(full_first, full_first, full_end, META.PAIRED == OF_FP8)
+            place = visited(full_first, full_first, full_end, META.PRODUCTS == OF_FP8)
             kv_start = next_in_range(None, tile_range, place, True) * META.KV_TILE
             page = find_page(key, batch, kv_start, at[5], META.KV_TILE, PAGE_SIZE, False)
         for number in range(full_first, full_end):  # full tiles: no mask arithmetic
-            place = visited(number, full_first, full_end, META.PAIRED == OF_FP8)
+            place = visited(number, full_first, full_end, META.PRODUCTS == OF_FP8)
             kv_start = next_in_range(None, tile_range, place, True) * META.KV_TILE
             if META.AHEAD:
-                place = visited(number + 1, full_first, full_end, META.PAIRED == OF_FP8)
+                place = visited(number + 1, full_first, full_end, META.PRODUCTS == OF_FP8)
                 next_start = next_in_range(None, tile_range, place, True) * META.KV_TILE
                 next_page = find_page(key, batch, next_start, at[5], META.KV_TILE, PAGE_SIZE, False)
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, META.KV_TILE,
-                META.PRECISION, False, META.PAIRED,
+                META.PRECISION, False, META.PRODUCTS,
             )  # fmt: skip
             if META.AHEAD:
                 page = next_page
@@ -235,12 +235,12 @@ def attention_pages(
             state = fold_pages(
                 key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
                 HEAD_DIM, VALUE_DIM, HEAD_WIDTH, VALUE_WIDTH, PAGE_SIZE, META.KV_TILE,
-                META.PRECISION, True, META.PAIRED,
+                META.PRECISION, True, META.PRODUCTS,
             )  # fmt: skip
             if META.AHEAD:
                 page = next_page
         row_max, row_sum, sums = state
-        weighted_sum = finish_sums(sums, META.PAIRED)
+        weighted_sum = finish_sums(sums, META.PRODUCTS)
         if (offset == 0) & (end == steps):
             divisor, natural_lse = finish_softmax(row_max, row_sum)
             attended = weighted_sum / divisor[:, None]
@@ -271,14 +271,14 @@ def visited(number, first, end, BACKWARDS: tl.constexpr):
 
 @triton.jit
 def start_products(
-    query_tiles, query_scale, value_scales, at, WIDTH: tl.constexpr, PAIRED: tl.constexpr
+    query_tiles, query_scale, value_scales, at, WIDTH: tl.constexpr, PRODUCTS: tl.constexpr
 ):  # fmt: skip
     """Query tiles as products take them, and weighted sums of nothing."""
     ROWS: tl.constexpr = query_tiles[0].shape[0]
-    if PAIRED == OF_FP8:
+    if PRODUCTS == OF_FP8:
         query_tiles = fp8_query(query_tiles[0], query_scale, at[0], at[2])
         sums = start_fp8_sums(value_scales, ROWS, WIDTH)
-    elif PAIRED:
+    elif PRODUCTS:
         query_tiles = paired_query(query_tiles[0])
         sums = start_paired_sums(value_scales, ROWS, WIDTH)
     else:
@@ -287,11 +287,11 @@ def start_products(
 
 
 @triton.jit
-def finish_sums(sums, PAIRED: tl.constexpr):
+def finish_sums(sums, PRODUCTS: tl.constexpr):
     """Weighted sums as one tile of numbers."""
-    if PAIRED == OF_FP8:
+    if PRODUCTS == OF_FP8:
         sums = finish_fp8_sums(sums)
-    elif PAIRED:
+    elif PRODUCTS:
         sums = finish_paired_sums(sums)
     return sums
 
@@ -322,7 +322,7 @@ def fold_pages(
     key, value, key_scales, value_scales, rules, at, query_tiles, page, kv_start, state,
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr, ROWS: tl.constexpr,
-    PRECISION: tl.constexpr, PARTIAL: tl.constexpr, PAIRED: tl.constexpr,
+    PRECISION: tl.constexpr, PARTIAL: tl.constexpr, PRODUCTS: tl.constexpr,
 ):  # fmt: skip
     """Fold ROWS keys and values into the state (row_max, row_sum, weighted sums).
 
@@ -333,7 +333,7 @@ def fold_pages(
     batch, kv_head, query_heads, query_rows, query_len, kv_len = at
     row_max, row_sum, sums = state
     DTYPE: tl.constexpr = query_tiles[0].dtype
-    IN_PAIRS: tl.constexpr = PAIRED > 0 and PAIRED != OF_FP8
+    IN_PAIRS: tl.constexpr = PRODUCTS > 0 and PRODUCTS != OF_FP8
     PACKED: tl.constexpr = 1 + IN_PAIRS  # channels that one number of a page holds
     if page is None:
         page = find_page(key, batch, kv_start, kv_len, ROWS, PAGE_SIZE, not PARTIAL)
@@ -359,8 +359,8 @@ def fold_pages(
     if value_scales is not None:
         value_factors = load_scales(value_scales, kv_head, position, exists, ROWS)
     if IN_PAIRS:
-        values = as_halves(stored_values, PAIRED == BY_PTX)
-    elif PAIRED == OF_FP8:
+        values = as_halves(stored_values, PRODUCTS == BY_PTX)
+    elif PRODUCTS == OF_FP8:
         values = stored_values
     else:
         values = value_numbers(stored_values, value_factors, DTYPE)
@@ -368,7 +368,7 @@ def fold_pages(
         # Hidden is selected away, but 0 · NaN is NaN: a nonfinite value becomes 0, its score NaN.
         if IN_PAIRS:
             nonfinite = nonfinite_rows(values[0]) | nonfinite_rows(values[1])
-        elif PAIRED == OF_FP8:
+        elif PRODUCTS == OF_FP8:
             nonfinite = nonfinite_rows(as_half(values))
         else:
             nonfinite = nonfinite_rows(values)
@@ -381,8 +381,8 @@ def fold_pages(
             values = without(nonfinite, values)
 
     if IN_PAIRS:  # scores: [QUERY_TILE, ROWS]
-        scores = paired_scores(query_tiles, stored_keys, PAIRED == BY_PTX)
-    elif PAIRED == OF_FP8:
+        scores = paired_scores(query_tiles, stored_keys, PRODUCTS == BY_PTX)
+    elif PRODUCTS == OF_FP8:
         scores = fp8_scores(query_tiles, stored_keys)
     else:
         key_tile = as_numbers(stored_keys, DTYPE)
@@ -412,9 +412,9 @@ def fold_pages(
     weights, rescale, row_max, row_sum = softmax_step(
         scores, factor, row_max, row_sum, PARTIAL or rules.score is not None
     )
-    if PAIRED == OF_FP8:
+    if PRODUCTS == OF_FP8:
         sums = add_fp8_values(sums, values, value_factors, weights, rescale)
-    elif PAIRED:
+    elif PRODUCTS:
         sums = add_paired_values(sums, values[0], values[1], value_factors, weights, rescale)
     else:
         if value_scales is not None and tl.float16 != DTYPE:

@@ -58,8 +58,8 @@ class PassLaunches:
         shared = {**spec.constants, **tiles, "HEADS_IN_TILE": of.heads_in_tile}
         splits = {"AT_ONCE": of.groups_at_once, "LEAST": of.least_payload, "SPLITS": of.most_splits}
         splits["LONG"] = of.long
-        paired = spec.way_of_pairs if of.paired else spec.way_of_numbers
-        last = {"WORK_TILES": of.few_work_tiles, "PAIRED": paired, "CHAINED": of.chains}
+        last = {"WORK_TILES": of.few_work_tiles, "CHAINED": of.chains}
+        last["PRODUCTS"] = spec.products(of.paired)
         last |= {"AHEAD": of.chunks, "PARTIAL_STAGES": of.partial_stages}
         early = {"launch_pdl": True} if of.chains else {}
         self.attention = Launch(
