@@ -113,6 +113,7 @@ DELTA_PASSES = {
         "delta_reverse_scan", "delta_gradients", "delta_sum_heads",
     ),
     "delta step": ("delta_step",),
+    "hopper_delta": ("hopper_delta_forward", "hopper_delta_nan_safe"),
 }  # fmt: skip
 FP8_PASSES = {
     "fp8": ("fp8_forward", "fp8_quantise_values", "fp8_mean_keys", "fp8_quantise_rows"),
@@ -594,17 +595,20 @@ class DeltaCall(NamedTuple):
 
     def prepared(self, device: torch.device) -> StartPass:
         """Make the tensors; start passes with these."""
-        from saccade.ops.delta_rule.triton import host
-
         inputs, variant = self.make(device)
 
         def start(which: str, config: KernelConfig | None) -> None:
+            from saccade.ops.delta_rule.hopper import host as hopper_host
+            from saccade.ops.delta_rule.triton import host
+
             numbers = config or KernelConfig()
             if which.endswith("backward"):
                 host.backward(inputs, variant, numbers, torch.zeros_like(inputs.value), None)
             elif which.endswith("step"):
                 one, slots = self._replace(length=1).make(device)[0], torch.arange(self.batch)
                 host.step(self._states(device), slots.to(device), one, variant)
+            elif which.startswith("hopper"):
+                hopper_host.forward(inputs, variant, numbers)
             else:
                 host.forward(inputs, variant, numbers)
 

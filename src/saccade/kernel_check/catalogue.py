@@ -145,6 +145,7 @@ HOPPER: tuple[Entry, ...] = (
             "hopper_linear_wide_grad_value",
         ),
     ),
+    (DeltaCall(128), PASSES["hopper_delta"]),
     *(
         (call, PASSES["hopper_fp8"])
         for call in (

@@ -270,6 +270,8 @@ def config_of(launch: Launch) -> tuple[int, int, int, int]:
     if "MAPPER_REGISTERS" in constants:  # linear attention: two consumers, two that map, one loads
         warps = 16 if "PASS" in constants else 17  # the wide kernel's load as well
         return hopper_configs.ROWS, hopper_configs.ROWS, warps, constants["STAGES"]
+    if "SOLVE_REGISTERS" in constants:  # the delta rule: 8 warps scan, 4 solve, 2 measure, 1 loads
+        return hopper_configs.ROWS, hopper_configs.ROWS, 15, constants["STAGES"]
     if "CONSUMER_REGISTERS" in constants:  # two of them; tiles are sides of descriptors
         return _backward_config(launch)
     if "CHUNK" in constants and "OUTER_TILE" not in constants:  # of the delta rule

@@ -61,6 +61,9 @@ SHORTEST_CAUSAL = 512
 SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
 MEASURED_MASKS = frozenset({"causal", "window", "key_lengths", "documents", "blocks"})
 WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
+# Of the gated delta rule, each a program's: of 32 it takes 1.22 of the Triton kernels' time, of 64
+# 0.83, of 256 0.58 (benchmarks/results/h200/delta_hopper.txt).
+FEWEST_STATES = 64
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
 
@@ -238,6 +241,30 @@ def _linear_triton_unsupported(problem: LinearProblem) -> str | None:
 
 def _delta_triton_unsupported(problem: DeltaProblem) -> str | None:
     return _too_wide(problem) or _triton_device_unsupported(problem.device, None, problem.dtype)
+
+
+def _delta_hopper_unsupported(problem: DeltaProblem) -> str | None:
+    if problem.dtype != torch.bfloat16:  # in float16, states are narrowed by factors of their own
+        return f"it takes bfloat16, not {str(problem.dtype).removeprefix('torch.')}"
+    if problem.decay == "channels":
+        return "it takes no decay of each channel"
+    if max(problem.head_dim, problem.value_dim) > WIDEST_AT_ONCE:
+        got = f"{problem.head_dim} and {problem.value_dim}"
+        return f"head_dim and value_dim go up to {WIDEST_AT_ONCE}, not {got}"
+    sizes = problem.batch, problem.key_heads, problem.value_heads, problem.length
+    if reason := _tma_unsupported(problem, *sizes):
+        return reason
+    if problem.configured:
+        return "it has a schedule of its own and takes no config"
+    return _delta_triton_unsupported(problem) or _hopper_device_unsupported(problem.device, None)
+
+
+def _delta_hopper_not_preferred(problem: DeltaProblem) -> str | None:
+    if problem.batch * problem.value_heads < FEWEST_STATES:
+        return f"fewer than {FEWEST_STATES} states leave multiprocessors idle; sequences are cut"
+    if problem.head_dim <= SMALLEST_WIDTH or problem.value_dim <= SMALLEST_WIDTH:
+        return f"it computes with {WIDEST_AT_ONCE} channels"
+    return None
 
 
 def _linear_hopper_unsupported(problem: LinearProblem) -> str | None:
@@ -443,6 +470,10 @@ BACKENDS = (
     BackendEntry(LINEAR, (*BOTH, "step"), "triton", _linear_triton_unsupported, note=_launch_note),
     BackendEntry(LINEAR, BOTH, "reference", _reference_unsupported),
     BackendEntry(DELTA, (*BOTH, "step"), "cpu", _cpu_unsupported),
+    BackendEntry(
+        DELTA, BOTH, "hopper",
+        _delta_hopper_unsupported, _delta_hopper_not_preferred, _launch_note,
+    ),
     BackendEntry(DELTA, (*BOTH, "step"), "triton", _delta_triton_unsupported, note=_launch_note),
     BackendEntry(DELTA, BOTH, "reference", _reference_unsupported),
     BackendEntry(FP8, ("forward",), "cpu", _cpu_unsupported),

@@ -57,7 +57,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "return_state": ({"return_state": None}, "return_state: got None, takes True or False"),
     "scale": ({"scale": "large"}, "scale: got 'large', takes"),
     "implementation": ({"implementation": "mps"}, "implementation: got 'mps', takes one of"),
-    "hopper": ({"implementation": "hopper"}, "hopper: it has no forward pass of delta rule"),
+    "hopper": ({"implementation": "hopper"}, "hopper: it takes bfloat16, not float32"),
     "config": (
         {"implementation": "reference", "config": saccade.KernelConfig(kv_tile=8)},
         "reference: it has no tiles",

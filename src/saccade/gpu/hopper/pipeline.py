@@ -25,6 +25,7 @@ from torch import Tensor
 from saccade.gpu.language import Name, aggregate, gdc_launch_dependents, gdc_wait, gl, gluon
 from saccade.gpu.launcher import next_width
 from saccade.gpu.signature import ALIGNMENT, Described, fixed
+from saccade.runtime.delta_spec import DeltaInputs
 from saccade.runtime.spec import Inputs, LinearInputs
 from saccade.runtime.validation import strides_fit_tma
 
@@ -433,7 +434,7 @@ def width_of(dim: int) -> int:
     return max(SMALLEST_WIDTH, next_width(dim))
 
 
-AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs)
+AnyInputs = TypeVar("AnyInputs", Inputs, LinearInputs, DeltaInputs)
 
 
 def aligned(inputs: AnyInputs) -> AnyInputs:

@@ -96,8 +96,8 @@ def gated_delta_rule(  # breaks function-length: most of it is the docstring
         initial_state: [batch, value_heads, head_dim, value_dim] before the first token, of any
             floating-point dtype; None: zeros.
         return_state: also return the state after the last token.
-        implementation: "cpu", "triton" or "reference"; None takes the first that fits. A named one
-            never falls back: it raises where it cannot serve.
+        implementation: "cpu", "hopper", "triton" or "reference"; None takes the first that fits. A
+            named one never falls back: it raises where it cannot serve.
         config: `kv_tile` is the number of tokens in a chunk (on a GPU 16, 32 or 64); or a mapping
             from (major, minor) GPU capabilities to such.
 

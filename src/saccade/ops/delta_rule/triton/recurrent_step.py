@@ -59,23 +59,33 @@ def delta_step(query, key, value, beta, decay, output, pool, scale, META: tl.con
     exists = exists & (is_there & (channels >= 0))[:, None]
     state = tl.load(at, mask=exists, other=0.0).to(tl.float32)
     for row in range(0, META.ROWS):
-        if decay is not None:
-            if META.BY_CHANNEL:
-                left = row_of(decay, batch, head, row, channels, META.HEAD_DIM)
-                state *= tl.exp(left)[:, None]
-            else:
-                state *= tl.exp(tl.load(row_pointers(decay, batch, head, row, 0)).to(tl.float32))
-        keys = unit_row(key, batch, head // META.GROUP, row, channels, META)
-        queries = unit_row(query, batch, head // META.GROUP, row, channels, META)
-        wanted = row_of(value, batch, head, row, values, META.VALUE_DIM)
-        strength = tl.load(row_pointers(beta, batch, head, row, 0)).to(tl.float32)
-        error = wanted - tl.sum(state * keys[:, None], 0)
-        state += keys[:, None] * (strength * error)[None, :]
-        found = tl.sum(state * queries[:, None], 0) * scale
+        state, found = fold_row(
+            state, query, key, value, beta, decay, batch, head, row, channels, values, META
+        )
         into = row_pointers(output, batch, head, row, values)
-        found = tl.where(is_there & (values >= 0), found, 0.0)
+        found = tl.where(is_there & (values >= 0), found * scale, 0.0)
         tl.store(into, found.to(output.ptr.dtype.element_ty), mask=values < META.VALUE_DIM)
     tl.store(at, state.to(pool.states.dtype.element_ty), mask=exists)
+
+
+@triton.jit
+def fold_row(
+    state, query, key, value, beta, decay, batch, head, row, channels, values, META: tl.constexpr
+):
+    """The state behind one token, and what its query finds there."""
+    if decay is not None:
+        if META.BY_CHANNEL:
+            left = row_of(decay, batch, head, row, channels, META.HEAD_DIM)
+            state *= tl.exp(left)[:, None]
+        else:
+            state *= tl.exp(tl.load(row_pointers(decay, batch, head, row, 0)).to(tl.float32))
+    keys = unit_row(key, batch, head // META.GROUP, row, channels, META)
+    queries = unit_row(query, batch, head // META.GROUP, row, channels, META)
+    wanted = row_of(value, batch, head, row, values, META.VALUE_DIM)
+    strength = tl.load(row_pointers(beta, batch, head, row, 0)).to(tl.float32)
+    error = wanted - tl.sum(state * keys[:, None], 0)
+    state += keys[:, None] * (strength * error)[None, :]
+    return state, tl.sum(state * queries[:, None], 0)
 
 
 @triton.jit
