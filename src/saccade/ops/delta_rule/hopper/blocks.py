@@ -7,6 +7,9 @@ without waiting for other warps. Triton has no name for products of a single war
 this is PTX.
 """
 
+# Triton's language has no types that a checker follows.
+# pyright: reportArgumentType=false
+
 from __future__ import annotations
 
 from collections.abc import Iterator

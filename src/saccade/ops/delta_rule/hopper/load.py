@@ -28,12 +28,13 @@ from saccade.ops.delta_rule.hopper.rings import (
     PAIRED,
     ROWS,
     SCORED,
+    WIDTH,
     place_of,
 )
 from saccade.ops.delta_rule.triton.chunk_rows import NORM_EPS
 
 LOG2_E = gl.constexpr(1.4426950408889634)
-PIECE = gl.constexpr(16)  # rows that are measured at once
+PIECE = gl.constexpr(16)  # channels that are measured at once
 
 
 @gluon.jit
@@ -78,10 +79,8 @@ def measure(
         of_queries = of_keys
         if NORMALIZE:
             rings.queries.wait(chunk)
-            of_keys = lengths_of(rings.keys.at(chunk), rings.numbers.tile_of(chunk, KEPT), EACH)
-            of_queries = lengths_of(
-                rings.queries.at(chunk), rings.numbers.tile_of(chunk, ASKING), EACH
-            )
+            of_keys = lengths_of(rings.keys.at(chunk), EACH)
+            of_queries = lengths_of(rings.queries.at(chunk), EACH)
             if PACKED:  # rows past the end are another sequence's
                 exist = chunk * ROWS + gl.arange(0, ROWS, EACH) < length
                 of_keys = gl.where(exist, of_keys, 1.0)
@@ -129,10 +128,11 @@ def sums_at(decay, batch, head, rows, there):
 
 
 @gluon.jit
-def lengths_of(rows, room, LAYOUT: gl.constexpr):
-    """1 / length of rows in shared memory; room: for a number of each."""
-    FOUR_A_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [gl.num_warps(), 1], [1, 0])
-    for piece in gl.static_range(ROWS // PIECE):
-        numbers = rows.slice(piece * PIECE, PIECE, dim=0).load(FOUR_A_ROW).to(gl.float32)
-        room.slice(piece * PIECE, PIECE, dim=0).store(gl.sum(numbers * numbers, 1))
-    return gl.rsqrt(room.load(LAYOUT) + NORM_EPS)
+def lengths_of(rows, LAYOUT: gl.constexpr):
+    """1 / length of rows in shared memory, each found by one thread."""
+    A_ROW: gl.constexpr = gl.BlockedLayout([1, 8], [32, 1], [gl.num_warps(), 1], [1, 0])
+    squares = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, A_ROW))
+    for piece in gl.static_range(WIDTH // PIECE):
+        numbers = rows.slice(piece * PIECE, PIECE, dim=1).load(A_ROW).to(gl.float32)
+        squares += gl.sum(numbers * numbers, 1)
+    return gl.convert_layout(gl.rsqrt(squares + NORM_EPS), LAYOUT)
