@@ -21,6 +21,7 @@ import argparse
 import datetime
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -116,6 +117,9 @@ def in_a_process(
             capture_output=True, text=True, timeout=seconds, check=True,
         )  # fmt: skip
     except subprocess.CalledProcessError as error:
+        if error.returncode < 0:  # the system may end a process for its memory, without a word
+            ended = f"ended by {signal.Signals(-error.returncode).name}"
+            return {"failed": [*error.stderr.splitlines()[-12:], ended]}
         return {"failed": error.stderr.splitlines()[-12:]}
     except subprocess.TimeoutExpired:
         return {"failed": [f"it took longer than {seconds:.0f} s"]}

@@ -12,6 +12,7 @@ import torch
 from pairs import covering
 
 import saccade
+from saccade.serving import scheduler
 
 NEW = 10
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
@@ -81,6 +82,30 @@ def test_memory_is_shared_out_as_kinds_of_layers_can_use_it():
         memory=sum(useful) * of_page // 2,
     )  # fmt: skip
     assert half.cache.num_pages == tuple(pages // 2 for pages in useful)
+
+
+@pytest.mark.parametrize(("room", "host_pages"), [(None, 24), (100, 24), (5, 5), (0, 1)])
+def test_swapped_pages_take_a_part_of_what_the_host_has_left(
+    monkeypatch: pytest.MonkeyPatch, room: int | None, host_pages: int
+) -> None:
+    """As many as on the device may be more than the host has, and page-locked memory is gone."""
+    model = served.model("llama")
+    of_page = 0
+    monkeypatch.setattr(
+        scheduler,
+        "available_memory",
+        lambda: None if room is None else int(room * of_page / scheduler.PART_OF_HOST),
+    )
+    pages = saccade.Engine(model, num_pages=1, page_size=4).cache.pages
+    of_page = sum(
+        2 * pages(layer).key_pages[0].nbytes for layer in range(model.config.num_hidden_layers)
+    )
+    engine = saccade.Engine(model, num_pages=24, page_size=4)
+    assert engine.cache.groups[0].host_pool.num_pages == host_pages
+    asked = saccade.Engine(model, num_pages=24, page_size=4, host_pages=7)
+    assert asked.cache.groups[0].host_pool.num_pages == 7
+    kept = saccade.Engine(model, num_pages=24, page_size=4, preemption="recompute")
+    assert kept.cache.groups[0].host_pool.num_pages == 0
 
 
 def test_equal_beginnings_are_computed_once():

@@ -62,7 +62,9 @@ class Engine:
         max_length: tokens of a prompt and what follows it. None: the model's limit.
         preemption: "swap" moves the pages of a request that must wait to host memory,
             "recompute" gives them up.
-        host_pages: the same of host memory. None: as many as on the device with "swap", else none.
+        host_pages: the same of host memory, which beside a GPU is page-locked. None: none with
+            "recompute"; with "swap" as many as on the device, but at most 4 GiB, and a quarter of
+            the memory that the host has left. Where they are full, requests are computed again.
         batch_invariant: attention gives a sequence the same bits alone and in any batch. (The
             model's own products may round differently in batches of other sizes.)
         implementation: of `saccade.attention_paged`.

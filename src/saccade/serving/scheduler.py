@@ -11,9 +11,11 @@ halves of one, its threads wait for one another at every operation and fewer of 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
@@ -418,6 +420,7 @@ def _sequence(request: Request) -> int:
 
 MOST_MEMORY = 2**30  # unasked, on a CPU
 PART_OF_FREE = 0.8  # of a GPU's memory, unasked
+MOST_ON_HOST, PART_OF_HOST = 4 * 2**30, 0.25  # of the host's free memory, unasked
 STATES_OF_EACH = 2  # sequence that runs: its own, and one that is kept for others
 EIGHT_BITS = (torch.int8, torch.float8_e4m3fn)  # beside these lie scales, in float32
 
@@ -441,7 +444,7 @@ def make_capacity(
     Args:
         sequences, longest: how many run at once, and the tokens of the longest.
         rows: of one step at most. swaps: whether sequences are swapped out.
-        ranks: that share the model; all have as many pages as the one with least memory.
+        ranks: that part the model; all have as many pages as the one with least memory.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
@@ -453,27 +456,48 @@ def make_capacity(
         window: sequences * most_pages(longest, window, capacity.page_size, rows)
         for window in dict.fromkeys(windows)
     }
-    free = _free_memory(model.device)
+    free, host = _free_memory(model.device), _host_memory(1 if ranks is None else ranks.count)
     if ranks is not None:
-        free = min(ranks.gather(free))
-    num_pages, num_states = _num_pages(capacity, model, dtype, useful, sequences, free)
-    host_pages: int | dict[int | None, int] = num_pages if swaps else 0
+        free, host = map(min, zip(*ranks.gather((free, host)), strict=True))
+    of_page, of_states = _bytes_of(model, dtype, capacity.page_size, useful)
+    num_pages, num_states = _num_pages(capacity, of_page, of_states, useful, sequences, free)
+    host_states = -(-num_states // STATES_OF_EACH)
+    host_pages: int | dict[int | None, int] = 0
     if capacity.host_pages is not None:
         host_pages = capacity.host_pages
+    elif swaps:
+        wanted = host_states * of_states + sum(
+            pages * of_page[window] for window, pages in num_pages.items()
+        )
+        part = min(1.0, host / max(1, wanted))
+        host_pages = {window: max(1, int(pages * part)) for window, pages in num_pages.items()}
+        host_states = max(1, int(host_states * part)) if host_states else 0
     return PagedCache(
         num_pages, capacity.page_size, dtype=dtype, device=model.device, host_pages=host_pages,
-        num_states=num_states, host_states=-(-num_states // STATES_OF_EACH) if host_pages else 0,
-        **model.page_sizes(),
+        num_states=num_states, host_states=host_states if host_pages else 0, **model.page_sizes(),
     )  # fmt: skip
 
 
+def _bytes_of(
+    model: PackedModel, dtype: Any, page_size: int, windows: Iterable[int | None]
+) -> tuple[dict[int | None, int], int]:
+    """What a page takes in all layers of each window, and the states of a sequence."""
+    of_page = {
+        window: sum(
+            page_bytes(layer, dtype, page_size) for layer in model.layers if layer.window == window
+        )
+        for window in windows
+    }
+    return of_page, sum(state.bytes for state in model.states)
+
+
 def _num_pages(
-    capacity: Capacity, model: PackedModel, dtype: Any, useful: dict[int | None, int],
-    sequences: int, free: int,
+    capacity: Capacity, of_page: dict[int | None, int], of_states: int,
+    useful: dict[int | None, int], sequences: int, free: int,
 ) -> tuple[dict[int | None, int], int]:  # fmt: skip
     """Pages for each group of layers, and states, in proportion to what they can use.
 
-    free: bytes that may be taken unasked.
+    of_page, of_states: bytes, see `_bytes_of`. free: bytes that may be taken unasked.
     """
     num_states = STATES_OF_EACH * sequences
     if capacity.num_pages is not None:
@@ -485,15 +509,6 @@ def _num_pages(
             window: asked if window is None else min(asked, most) for window, most in useful.items()
         }
         return pages, num_states
-    of_page = {
-        window: sum(
-            page_bytes(layer, dtype, capacity.page_size)
-            for layer in model.layers
-            if layer.window == window
-        )
-        for window in useful
-    }
-    of_states = sum(state.bytes for state in model.states)
     all_useful = sum(useful[window] * of_page[window] for window in useful) + num_states * of_states
     memory = capacity.memory
     if memory is None:
@@ -519,6 +534,38 @@ def _free_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0] * PART_OF_FREE)
     return MOST_MEMORY
+
+
+def _host_memory(processes: int) -> int:
+    """Bytes of host memory that swapped sequences may take unasked, in each of some processes.
+
+    Beside a GPU it is page-locked, which the system can take from nobody again: as much as a GPU's
+    pages take may be all there is, and the system then ends the process without a word.
+    """
+    available = available_memory()
+    if available is None:
+        return MOST_ON_HOST
+    return min(MOST_ON_HOST, int(available * PART_OF_HOST) // processes)
+
+
+def available_memory(root: Path = Path("/")) -> int | None:
+    """Bytes of host memory that this process could still take; None where nothing says.
+
+    root: where /proc and /sys are.
+    """
+    found: list[int] = []
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        lines = (root / "proc/meminfo").read_text(encoding="ascii").splitlines()
+        line = next(line for line in lines if line.startswith("MemAvailable:"))
+        found.append(int(line.split()[1]) << 10)
+    group = root / "sys/fs/cgroup"  # of a container, by cgroup v2; "max" is no limit
+    with contextlib.suppress(OSError, ValueError):
+        limit, taken = (
+            int((group / name).read_text(encoding="ascii"))
+            for name in ("memory.max", "memory.current")
+        )
+        found.append(max(0, limit - taken))
+    return min(found, default=None)
 
 
 TRIALS = 2
