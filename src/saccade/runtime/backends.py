@@ -54,11 +54,12 @@ WIDEST = 256  # channels of Hopper's kernels and of linear attention's
 WIDEST_HEAD, WIDEST_VALUE = 576, 512  # channels of a head, and of its values, in Triton kernels
 WIDEST_AT_ONCE = 128  # channels of which Hopper's backward pass holds all gradients at once
 SMALLEST_WIDTH = 64  # channels that Hopper's kernels compute with at least (gpu/hopper)
-# Rows: at 64 channels they take 0.93 of the Triton kernels' time forwards
-# (benchmarks/results/h200/hopper_forward.txt); fewer were not timed.
-# Backwards they took 1.08 there, and 0.93 from more rows on (benchmarks/results/h200/hopper.jsonl).
-SHORTEST_CAUSAL = 512
-SHORTEST_PACKED = 192  # rows on average; at 252 it is the faster one, at 128 the slower
+# Rows of 64 channels under a mask: at 128 and 256 they take 0.70 and 0.75 of the Triton kernels'
+# time forwards, up to 512 1.04 to 1.12 backwards (benchmarks/results/h200/hopper_shapes.jsonl).
+SHORTEST_MASKED, SHORTEST_CAUSAL = 128, 512
+# Rows of packed sequences on average, of at most 64 channels and of more: at 128 rows it takes 0.95
+# and 0.71 of the Triton kernels' time forwards, 1.05 and 0.72 backwards.
+SHORTEST_PACKED = (192, 128)
 MEASURED_MASKS = frozenset({"causal", "window", "key_lengths", "documents", "blocks"})
 WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
 # Of the gated delta rule, each a program's: of 32 it takes 1.22 of the Triton kernels' time, of 64
@@ -132,21 +133,14 @@ def _hopper_backward_unsupported(problem: Problem) -> str | None:
 
 
 def _hopper_backward_not_preferred(problem: Problem) -> str | None:
-    head_width, value_width = _width(problem.head_dim), _width(problem.value_dim)
-    widest, causal = max(head_width, value_width), is_causal(problem.mask)
+    narrow = max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH
     short = problem.query_len <= SHORTEST_CAUSAL and not problem.packed
-    if widest <= SMALLEST_WIDTH and short and causal:
+    if narrow and short and is_causal(problem.mask):
         return f"up to {SMALLEST_WIDTH} channels causal calls of {SHORTEST_CAUSAL} rows are slower"
-    compared = (causal or problem.mask == "") and head_width == value_width
-    if widest > WIDEST_AT_ONCE and (problem.packed or problem.score or not compared):
-        return (
-            f"above {WIDEST_AT_ONCE} channels its lead is measured for causal masks and none, "
-            "dense rows, scores as they are, and values as wide as keys"
-        )
     return _unmeasured(problem)
 
 
-LENGTHS = (1, 2, SHORTEST_CAUSAL, SHORTEST_CAUSAL + 1)
+LENGTHS = (1, 2, SHORTEST_MASKED, SHORTEST_CAUSAL, SHORTEST_CAUSAL + 1)
 """Of queries, where a dense call becomes another kind."""
 
 
@@ -158,7 +152,8 @@ def lengths_kind(query_len: int, kv_len: int, sequences: int | None = None) -> t
     """
     if sequences is None:
         return kv_len == 0, bisect.bisect_right(LENGTHS, query_len)
-    return kv_len == 0, query_len == 0, query_len < SHORTEST_PACKED * sequences
+    short = tuple(query_len < rows * sequences for rows in SHORTEST_PACKED)
+    return kv_len == 0, query_len == 0, short
 
 
 def _width(channels: int) -> int:
@@ -179,12 +174,15 @@ def _launch_note(problem: AnyProblem) -> str | None:
 
 def _hopper_not_preferred(problem: Problem) -> str | None:
     """Of scores: one that adds a product of rows took 0.86 of Triton's time with 128 channels and
-    1.02 with 64, a tanh 1.6, a bias by distance 1.34 (benchmarks/results/h200/flex_ways.txt)."""
-    narrow = max(problem.head_dim, problem.value_dim) <= SMALLEST_WIDTH
-    if problem.score and narrow:
+    1.02 with 64, a tanh 1.6, a bias by distance 1.34 (benchmarks/results/h200/flex_ways.txt); above
+    128 channels the first took 0.64 and a tanh 0.78 (benchmarks/results/h200/wide.txt)."""
+    width = max(problem.head_dim, problem.value_dim)
+    if problem.score and width <= SMALLEST_WIDTH:
         return f"up to {SMALLEST_WIDTH} channels it has too few registers for scores that change"
-    if problem.score and (computes_functions(problem.score) or reads_along_rows(problem.score)):
-        return "it has too few registers for scores that change by functions or by tables"
+    if problem.score and reads_along_rows(problem.score):
+        return "it has too few registers for scores that change by tables"
+    if problem.score and width <= WIDEST_AT_ONCE and computes_functions(problem.score):
+        return f"up to {WIDEST_AT_ONCE} channels Triton is faster where scores change by functions"
     return _unmeasured(problem)
 
 
@@ -201,25 +199,28 @@ def _unmeasured(problem: Problem) -> str | None:
     Of masks other than causal ones, windows, prefixes, documents and blocks were measured with 128
     channels: it took 1.00 to 0.67 of their time (benchmarks/results/h200/triton.jsonl); a dilated
     window and neighbours in a picture, which read nothing along rows, 1.02 to 0.62, with 64 too
-    (benchmarks/results/h200/flex_ways.txt), windows and prefixes with 64 0.96 to 0.75.
+    (benchmarks/results/h200/flex_ways.txt), windows and prefixes with 64 0.96 to 0.75. Above 128
+    channels all of these, packed rows, changed scores, and values narrower than keys took 0.54 to
+    0.78 forwards and 0.39 to 0.52 backwards (benchmarks/results/h200/wide.txt).
     """
     width = max(problem.head_dim, problem.value_dim)
-    if problem.score and (problem.packed or _by_tables(problem.score, width)):
+    wide = width > WIDEST_AT_ONCE
+    if problem.score and (_by_tables(problem.score, width) or (problem.packed and not wide)):
         return "where scores change its lead is measured for dense rows and no tables along them"
     if width <= SMALLEST_WIDTH // 2:
         return f"it computes with {SMALLEST_WIDTH} channels at least"
-    if problem.packed and problem.query_len < SHORTEST_PACKED * problem.batch:
-        return f"packed sequences of fewer than {SHORTEST_PACKED} rows leave its tiles empty"
     masked, narrow = problem.mask != "", width <= SMALLEST_WIDTH
-    if masked and narrow and not problem.packed and problem.query_len < SHORTEST_CAUSAL:
-        return f"up to {SMALLEST_WIDTH} channels it takes masks from {SHORTEST_CAUSAL} rows on"
+    shortest = SHORTEST_PACKED[not narrow]
+    if problem.packed and problem.query_len < shortest * problem.batch:
+        return f"packed sequences of fewer than {shortest} rows leave its tiles empty"
+    if masked and narrow and not problem.packed and problem.query_len < SHORTEST_MASKED:
+        return f"up to {SMALLEST_WIDTH} channels it takes masks from {SHORTEST_MASKED} rows on"
     if not masked or is_causal(problem.mask):
         return None
     reads = reads_along_rows(problem.mask)
     if narrow and (reads or problem.packed):
         return f"up to {SMALLEST_WIDTH} channels its lead is measured for dense rows and no tables"
-    measured = not (reads or problem.packed or width > WIDEST_AT_ONCE)
-    if not measured and not consists_of(problem.mask, MEASURED_MASKS):
+    if (reads or problem.packed) and not consists_of(problem.mask, MEASURED_MASKS):
         return "its lead is measured for causal masks, windows, lengths, documents and blocks"
     return None
 

@@ -199,7 +199,7 @@ def test_two_passes_fit_a_multiprocessor(widths):
 def test_above_128_channels_queries_have_a_pass_of_their_own(width, deterministic):
     problem = BACKWARD._replace(
         head_width=width, value_width=width, deterministic=deterministic,
-        contiguity=PREFIX,
+        query_len=1000, kv_len=1000, contiguity=PREFIX,
     )  # fmt: skip
     assert configs.apart(problem) == (width > 128)
     assert configs.in_key_order(problem) == (deterministic and width <= 128)
@@ -234,9 +234,14 @@ def test_equal_bits_by_turns_where_it_is_known_who_comes_before_whom(mask, in_ke
         ({"head_width": 64, "value_width": 64}, False),
         ({"causal": False}, False),
         ({"contiguity": None}, False),
+        ({"kv_len": 256, "causal": False}, True),
+        ({"kv_len": 257, "causal": False}, False),
+        ({"kv_len": 256, "head_width": 64, "value_width": 64}, True),
+        ({"kv_len": 256, "head_width": 256, "value_width": 256}, False),
+        ({"kv_len": 256, "contiguity": None}, False),
     ],
 )
-def test_short_causal_passes_of_width_128_are_faster_in_turns(changes, in_key_order):
+def test_passes_of_few_keys_are_faster_in_turns(changes, in_key_order):
     problem = BACKWARD._replace(
         head_width=128, value_width=128, query_len=1024, kv_len=1024, masked=True,
         contiguity=PREFIX, causal=True,

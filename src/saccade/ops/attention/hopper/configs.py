@@ -20,7 +20,7 @@ L2_BYTES = 32 << 20  # keys and values of heads that are worked on together: mos
 HEADS_AT_ONCE = 64
 LONGEST_TILE = 128  # of keys
 ADDED_BYTES = 1 << 10  # for barriers and work tiles
-LONG, SHORT = 12288, 1024  # of keys
+LONG, SHORT, FEW_KEYS = 12288, 1024, 256  # of keys
 
 
 class HopperProblem(NamedTuple):
@@ -292,11 +292,12 @@ def in_key_order(problem: BackwardProblem) -> bool:
     """Whether partial sums of the gradients of queries are added in the order of keys.
 
     Which tile comes before which must be known beforehand: a row sees one range of keys. It is for
-    equal bits; under a causal mask at width 128 it is also faster, by a tenth at 512 and a
-    twentieth at 1k, as the first one is written and no zeros need be there before. At 4k it
-    takes a tenth more.
+    equal bits; it is also faster where keys are few, as the first one is written and no zeros
+    need be there before: by a tenth to a fifth up to two tiles of keys (256), under a causal mask
+    at width 128 by a tenth at 512 and a twentieth at 1k. At 4k it takes a tenth more.
     """
-    faster = problem.causal and problem.head_width == 128 and problem.kv_len <= SHORT
+    longest = SHORT if problem.causal and problem.head_width == 128 else FEW_KEYS
+    faster = problem.kv_len <= longest
     if apart(problem) or problem.contiguity is None:
         return False
     return problem.deterministic or faster
