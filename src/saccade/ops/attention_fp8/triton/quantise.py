@@ -208,7 +208,7 @@ def scale_of(size, blocks, at, length, SCALES: tl.constexpr):
     if SCALES == "given":
         unit += load_scale(blocks.scale, batch, head, tile * BLOCK)
     elif SCALES == "own":
-        unit = tl.maximum(tl.div_rn(size, LARGEST + size * 0.0), TINIEST)
+        unit = tl.maximum(tl.div_rn(size, size * 0.0 + LARGEST), TINIEST)
         tl.store(row_pointers(blocks.scale, batch, head, tile, 0), unit, mask=present)
     elif SCALES == "largest":
         tl.store(row_pointers(blocks.largest, batch, head, tile, 0), size, mask=present)
