@@ -104,8 +104,10 @@ def test_a_long_chunk_equals_the_dense_kernel_and_replays_in_a_graph() -> None:
         assert isinstance(output, torch.Tensor)
         return output
 
-    wanted = saccade.attention(query, key[None], value[None], **options)
-    assert torch.equal(attend(), wanted)
+    # Ends whole tiles apart let the dense kernel look for fewer maxima than a chunk, whose lengths
+    # lie on the GPU; its weights then round otherwise.
+    whole = saccade.attention(query, key[None], value[None], **options)
+    torch.testing.assert_close(attend(), whole, rtol=0.02, atol=0.02)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = attend()
@@ -114,4 +116,5 @@ def test_a_long_chunk_equals_the_dense_kernel_and_replays_in_a_graph() -> None:
         graph.replay()
         torch.cuda.synchronize()
     shorter = saccade.attention(query, key[None, :, :3000], value[None, :, :3000], **options)
-    torch.testing.assert_close(captured, shorter, rtol=0.02, atol=0.02)
+    assert torch.equal(captured, attend())
+    assert torch.equal(captured, shorter)
