@@ -96,7 +96,7 @@ LINEAR_LENGTHS = (256, *range(1024, 8193, 512))
 DELTA_LENGTHS = (512, 8192, 65536)
 """Of the gated delta rule: few rows, and those of long sequences, which are cut or are not."""
 
-FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_120")
+FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 """Whose products of e4m3 numbers kernels use."""
 FP8_LENGTHS = (256, 4096)
 

@@ -337,10 +337,6 @@ def _fp8_device_unsupported(device: str, index: int | None) -> str | None:
     capability = torch.cuda.get_device_capability(index)
     if capability < (8, 9):
         return f"the GPU's capability is {capability}; (8, 9) and newer multiply fp8 numbers"
-    if capability[0] == 10:
-        return (
-            f"the GPU's capability is {capability}, for which Triton does not compile its kernels"
-        )
     return None
 
 

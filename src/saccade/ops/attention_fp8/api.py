@@ -101,7 +101,7 @@ def attention_fp8(  # breaks function-length: most of it is the docstring
         out_dtype: of the output, bfloat16 or float16; None: query's, bfloat16 of e4m3 rows.
         mask, causal, score, scale, sinks, return_lse, config: as in `attention`. Tiles are of at
             most 128 rows.
-        implementation: "cpu", "hopper", "triton" (GPUs from sm_89 on, not sm_100) or "reference";
+        implementation: "cpu", "hopper", "triton" (GPUs from sm_89 on) or "reference";
             None takes the first that fits. A named one never falls back: it raises where it cannot
             serve.
 

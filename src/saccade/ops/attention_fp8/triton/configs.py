@@ -23,9 +23,9 @@ _HOPPER = (
 _ADA = (
     KernelConfig(128, 64, 8, 3), KernelConfig(128, 64, 8, 2), KernelConfig(32, 64, 8, 2),
 )  # fmt: skip
-_TABLES = {"sm_90": _HOPPER}
-# Not sm_100: Triton 3.6 fails to compile the kernels that quantise ("PassManager::run failed").
-ARCHITECTURES = ("sm_89", "sm_90", "sm_120")
+_BLACKWELL = (*_ADA[:2], KernelConfig(64, 64, 8, 2))  # sums stand in tensor memory
+_TABLES = {"sm_90": _HOPPER, "sm_100": _BLACKWELL}
+ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 
 
 class QuantiseConfig(NamedTuple):
@@ -52,6 +52,8 @@ _QUANTISE = QuantiseConfig(8, 0, 2, 1)
 
 def quantise(architecture: str, head_dim: int) -> QuantiseConfig:
     """The config of what quantises rows of so many channels."""
+    if architecture == "sm_100" and head_dim > WIDTHS[1]:
+        return _QUANTISE_HOPPER[2]
     if architecture != "sm_90":
         return _QUANTISE
     return _QUANTISE_HOPPER[next(n for n, widest in enumerate(WIDTHS) if head_dim <= widest)]
@@ -80,7 +82,7 @@ def may_spill(architecture: str, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if architecture == "sm_90" and head_dim > WIDTHS[1]:
         return "two sums of so many channels have no registers beside a tile of weights"
-    if architecture == "sm_89" and head_dim > WIDTHS[1]:
+    if architecture in ("sm_89", "sm_100") and head_dim > WIDTHS[1]:
         return "rows of so many channels have no registers but for a few numbers of each block"
     if architecture == "sm_120" and head_dim > WIDTHS[0]:
         return "values loaded ahead have no registers beside two sums; its tiles wait for a GPU"

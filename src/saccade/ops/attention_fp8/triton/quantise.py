@@ -171,7 +171,11 @@ def largest_of(chunks):
     sizes = tl.abs(chunks[0])
     for index in tl.static_range(1, len(chunks)):
         sizes = larger(sizes, tl.abs(chunks[index]))
-    return tl.reduce(tl.reduce(sizes, 1, larger), 0, larger)
+    if is_hopper():
+        largest = tl.reduce(tl.reduce(sizes, 1, larger), 0, larger)
+    else:  # of rows first, Triton 3.6 fails to compile it for tensor memory (sm_100)
+        largest = tl.reduce(tl.reshape(sizes, (sizes.shape[0] * sizes.shape[1],)), 0, larger)
+    return largest
 
 
 @triton.jit
@@ -187,7 +191,11 @@ def largest_finite(chunks):
     sizes = finite_size(chunks[0])
     for index in tl.static_range(1, len(chunks)):
         sizes = tl.maximum(sizes, finite_size(chunks[index]))
-    return tl.max(tl.max(sizes, 1), 0)
+    if is_hopper():
+        largest = tl.max(tl.max(sizes, 1), 0)
+    else:  # as in `largest_of`
+        largest = tl.max(tl.reshape(sizes, (sizes.shape[0] * sizes.shape[1],)), 0)
+    return largest
 
 
 @triton.jit

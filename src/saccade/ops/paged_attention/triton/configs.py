@@ -133,7 +133,7 @@ def default(problem: PagedProblem) -> PagedConfig:
     elif problem.fp8:
         keys, stages = config.kv_tile, 3
         if architecture != "sm_90":
-            keys, stages = 32, 2 if problem.width <= 64 else 3
+            keys, stages = 32, 2 if problem.width <= 64 and architecture != "sm_100" else 3
         config = config._replace(kv_tile=keys, num_stages=stages)
     if problem.chunks or problem.wide or architecture == "sm_75":
         return config
