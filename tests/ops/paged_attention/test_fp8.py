@@ -165,14 +165,23 @@ def test_is_refused_by_name(name: str) -> None:
         saccade.attention_paged(**{**given, **changes})
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("implementation", "dtype"),
+    [("reference", BF16), *((name, torch.float16) for name in IMPLEMENTATIONS if name != "cpu")],
+    ids=str,
+)
 @pytest.mark.parametrize("mask", [None, masks.causal()], ids=["none", "causal"])
 def test_queries_of_16_bits_see_pages_as_if_they_were_dequantised(
-    dtype: torch.dtype, mask: Any
+    implementation: str, dtype: torch.dtype, mask: Any
 ) -> None:
-    """Scales that are powers of two make no number of a page longer than 16 bits."""
+    """Scales that are powers of two make no number of a page longer than 16 bits.
+
+    The kernel reads these pages one number at a time, and by the same tiles as pages of 16 bits.
+    """
     case = make_paged_case(page_dtype=F8, dtype=dtype, lengths=((3, 40), (3, 5), (3, 130)))
-    given = {**case.arguments(), "mask": mask, "implementation": "reference"}
+    given = {**case.arguments(), "mask": mask, "implementation": implementation}
+    if implementation == "triton":
+        given["config"] = saccade.KernelConfig(query_tile=64, kv_tile=32)
     plain = dict(given)
     for name in ("key", "value"):
         scales = given[f"{name}_scales"].nan_to_num(1).log2().round().exp2()
