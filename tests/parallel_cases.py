@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import sys
 import time
 import traceback
@@ -112,10 +113,11 @@ def results(made: Case, plan: parallel.Plan, call: Any = None, **options: Any) -
     for leaf in leaves.values():
         leaf.requires_grad_()
     call = call or (parallel.attention_varlen if packed else parallel.attention)
+    torch.manual_seed(made.description.seed)  # of dropout, as the case has it
     output, lse = call(
         leaves["query"], leaves["key"], leaves["value"], plan=plan, return_lse=True,
         score=made.score(leaves.get("bias")), scale=made.description.scale,
-        sinks=leaves.get("sinks"), **options,
+        sinks=leaves.get("sinks"), dropout_p=made.description.dropout_p, **options,
     )  # fmt: skip
     weights = plan.shard(made.grads["output"], dim), plan.shard(made.grads["lse"], of_lse)
     weights = [weight.to(of.dtype) for weight, of in zip(weights, (output, lse), strict=True)]
@@ -170,6 +172,70 @@ for _number, _mask in enumerate(MASKS):
             def _masked(group: Any, method: str, turn: str, description: dict[str, Any]) -> None:
                 if (dist.get_world_size(group) == 2) == (method == turn):
                     compare(group, method, **description)
+
+
+# ---- dropout -------------------------------------------------------------------------------------
+
+# Plain calls of rows that follow one another, and rows whose numbers come from tables, with keys in
+# groups of four and otherwise.
+DROPPED: list[dict[str, Any]] = [
+    {"mask": "causal", "lengths": ((64, 64),), "sinks": True},
+    {"mask": "causal", "lengths": PACKED, "packed": True},
+    {"mask": "window", "lengths": DENSE, "kv_heads": 4, "group": 1},
+    {"mask": "documents", "lengths": ((64, 64),), "score": "bias", "sinks": True},
+    {"mask": "mixed", "lengths": ((9, 9), (30, 30)), "packed": True, "score": "head_bias"},
+    {"mask": "causal", "lengths": ((64, 64),), "dtype": torch.bfloat16},
+    {"mask": "causal", "lengths": ((16, 16), (3, 3)), "packed": True, "dtype": torch.float64},
+    {"mask": "none", "lengths": ((5, 5),), "score": "alibi", "kv_heads": 1, "group": 4},
+]
+for _number, _description in enumerate(DROPPED):
+    for _method in METHODS:
+
+        @case(
+            f"dropout, {_description}, {_method}", _method, {**_description, "dropout_p": 0.3},
+            cases=BOTH if _number < 2 else (CASES,),
+        )  # fmt: skip
+        def _dropped(group: Any, method: str, description: dict[str, Any]) -> None:
+            compare(group, method, **description)
+
+
+@case("dropout by kernels, in Triton's interpreter")
+def _interpreted(group: Any) -> None:
+    if os.environ.get("TRITON_INTERPRET") != "1" or dist.get_world_size(group) > 2:
+        return  # where there is a GPU, other cases take kernels; and interpreting takes seconds
+    sizes: dict[str, Any] = {"kv_heads": 1, "group": 2, "batch": 1, "dropout_p": 0.3}
+    for method, lengths in (
+        ("gather", ((12, 12),)),
+        ("gather", ((3, 3), (9, 9))),
+        ("ring", ((12, 12),)),
+    ):
+        description = {"mask": "causal", "lengths": lengths, "packed": len(lengths) > 1, **sizes}
+        made = known(**description)
+        found = results(made, planned(made, group, method), implementation="triton")
+        check(group, found, method, **description)
+
+
+@case("the same pairs are dropped as by one process", cases=BOTH)
+def _same_pairs(group: Any) -> None:
+    rows, sizes = 48, {"query_heads": 4, "kv_heads": 4, "head_dim": 8, "batch": 2, "value_dim": 48}
+    query, key = torch.randn(2, 2, 4, rows, 8, device=DEVICE)
+    value = torch.eye(rows, device=DEVICE).expand(2, 4, rows, rows).contiguous()  # weights
+    documents = masks.documents(torch.arange(rows, device=DEVICE)[None] // 13)
+    for mask in (masks.causal(), masks.window(20), documents):
+        torch.manual_seed(3)
+        weights = saccade.attention(query, key, value, mask=mask, dropout_p=0.4)
+        for method in METHODS:
+            plan = parallel.plan(mask, rows, group, method=method, **sizes)
+            local = [plan.shard(each, 2) for each in (query, key, value)]
+            torch.manual_seed(3)
+            found = plan.unshard(parallel.attention(*local, plan=plan, dropout_p=0.4), 2)
+            assert torch.equal(found == 0, weights == 0), (method, mask)
+            torch.testing.assert_close(found, weights)
+    state = torch.get_rng_state() if DEVICE == "cpu" else torch.cuda.get_rng_state()
+    torch.manual_seed(3)
+    saccade.attention(query, key, value, dropout_p=0.4)
+    after = torch.get_rng_state() if DEVICE == "cpu" else torch.cuda.get_rng_state()
+    assert torch.equal(state, after)  # a call over ranks draws as many numbers
 
 
 @case("short sequences leave ranks without rows")
@@ -513,6 +579,7 @@ DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
     "method": ({"method": "ring"}, ["method: got gather on rank", "ring on rank 1"]),
     "score": ({"score": scores.softcap(3.0)}, ["score: got none on rank", "tanh"]),
     "scale": ({"scale": 2.0}, ["scale: got 0.35", "2.0 on rank 1"]),
+    "dropout": ({"dropout_p": 0.5}, ["dropout_p: got 0.0 on rank", "0.5 on rank 1"]),
     "gradients": ({"deterministic": True}, ["options: got deterministic=False", "=True"]),
 }
 for _name, (_options, _texts) in DIFFERENT.items():
@@ -524,6 +591,18 @@ for _name, (_options, _texts) in DIFFERENT.items():
         called(group, rank)  # and go on
 
 
+@case("ranks that draw from other seeds", cases=BOTH)
+def _other_seeds(group: Any) -> None:
+    rank = dist.get_rank(group)
+    for method in METHODS:
+        torch.manual_seed(7 + (rank == 1))
+        texts = ["seed of dropout, which torch.manual_seed sets: got ", "on rank 1; takes the same"]
+        call = functools.partial(called, group, rank, method=method, dropout_p=0.5)
+        refused(ValueError, texts, call)
+        torch.manual_seed(7)
+        call()
+
+
 @case("a rank that cannot begin", cases=BOTH)
 def _cannot_begin(group: Any) -> None:
     rank = dist.get_rank(group)
@@ -531,8 +610,8 @@ def _cannot_begin(group: Any) -> None:
     texts += [] if rank == 1 else ["another rank could not begin this call: rank 1: ValueError"]
     refused(ValueError, texts, lambda: called(group, rank, more=int(rank == 1)))
     refused(
-        NotImplementedError if rank == 1 else ValueError, ["dropout_p: got 0.5, takes 0"],
-        lambda: called(group, rank, dropout_p=0.5 if rank == 1 else 0.0),
+        ValueError, ["dropout_p: got 1.5, takes a number in [0, 1)"],
+        lambda: called(group, rank, dropout_p=1.5 if rank == 1 else 0.0),
     )  # fmt: skip
     called(group, rank)
 

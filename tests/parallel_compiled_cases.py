@@ -1,6 +1,7 @@
 """Cases of calls over ranks in graphs of torch.compile: they compute what eager calls do.
 
     python tests/parallel_compiled_cases.py FOLDER [--slow]
+    python tests/parallel_compiled_cases.py FOLDER --nccl  # on two GPUs
 
 Each case compiles graphs for two ranks, which takes far longer than what they compute; by Inductor,
 which compiles C++ for each, minutes.
@@ -14,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import parallel_cases
 import recurrence_cases
 import torch
+import torch._inductor.config
 import torch.distributed as dist
 from parallel_cases import (
     DENSE,
@@ -59,7 +62,9 @@ def compare(
     """Output, lse and all gradients are those of the eager call."""
     made = known(**description)
     plan = planned(made, group, method)
-    found = results(made, plan, compiled(called(made), backend), **options)
+    graph = compiled(called(made), backend)
+    with torch._inductor.config.patch(fallback_random=True):  # or it draws other seeds of dropout
+        found = results(made, plan, graph, **options)
     torch.testing.assert_close(found, results(made, plan, **options), rtol=1e-5, atol=1e-5)
 
 
@@ -81,6 +86,14 @@ GRAPHS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "ring", {"mask": "causal", "lengths": ((1, 1),), "score": "bias", "sinks": True}, {},
     ),
 }  # fmt: skip
+DROPPED: Any = {
+    "gather": {"mask": "causal", "lengths": PACKED, "packed": True},
+    "ulysses": {"mask": "causal", "lengths": DENSE, "sinks": True},
+    "ring": {"mask": "documents", "lengths": DENSE, "score": "bias"},
+}
+for _method, _description in DROPPED.items():
+    _named = f"with dropout, by {_method}"
+    GRAPHS[_named] = _method, {**_description, "dropout_p": 0.3}, {}
 for _name, (_method, _description, _options) in GRAPHS.items():
     for _backend, _cases in (("aot_eager", CASES), ("inductor", SLOW_CASES)):
 
@@ -118,8 +131,8 @@ def _graphs_differ(group: Any) -> None:
     plan = parallel.plan(masks.causal(), 24, group, method="ulysses", **SIZES)
     query, key = (plan.shard(torch.randn(1, heads, 24, 8), 2) for heads in (4, 2))
 
-    def attend(query: Any, scale: float) -> Any:
-        return parallel.attention(query, key, key, plan=plan, scale=scale)
+    def attend(query: Any, scale: float, dropout_p: float = 0.0) -> Any:
+        return parallel.attention(query, key, key, plan=plan, scale=scale, dropout_p=dropout_p)
 
     graph = compiled(attend)
     refused(
@@ -130,6 +143,15 @@ def _graphs_differ(group: Any) -> None:
     texts = [text] if rank else ["another rank could not begin this call: rank 1: ValueError", text]
     refused(ValueError, texts, lambda: graph(query[:, rank:], 1.0))
     torch.testing.assert_close(graph(query, 1.0), attend(query, 1.0))  # and go on
+    texts = ["seed of dropout, which torch.manual_seed sets: got", "takes the same on every rank"]
+    for seeds in ((5, 5), (5, 6), (5, 5)):
+        torch.manual_seed(seeds[rank])
+        if seeds[0] == seeds[1]:
+            found = graph(query, 1.0, 0.5)
+            torch.manual_seed(5)
+            torch.testing.assert_close(found, attend(query, 1.0, 0.5))
+        else:
+            refused(ValueError, texts, lambda: graph(query, 1.0, 0.5))
 
 
 @case("a graph of DTensors of a plan's rows", cases=[SLOW_CASES])
@@ -161,13 +183,14 @@ RECURRENCES: dict[str, dict[str, Any]] = {
         "kind": "linear", "lengths": ((3, 3),), "causal": False, "feature_map": "exp", "batch": 1,
     },
 }  # fmt: skip
+OF_RECURRENCES = [f"a graph of {_name}" for _name in RECURRENCES]
 for _number, (_name, _description) in enumerate(RECURRENCES.items()):
 
-    @case(f"a graph of {_name}", _description, cases=[SLOW_CASES if _number else CASES])
+    @case(OF_RECURRENCES[_number], _description, cases=[SLOW_CASES if _number else CASES])
     def _recurrence(group: Any, described: dict[str, Any]) -> None:
         description = dict(described)
         make: Any = make_linear_case if description.pop("kind") == "linear" else make_delta_case
-        made = make(**description)
+        made = make(**description, device=parallel_cases.DEVICE)
         found = recurrence_cases.results(made, group, compiled)
         eager = recurrence_cases.results(made, group)
         torch.testing.assert_close(found, eager, rtol=1e-5, atol=1e-5)
@@ -193,7 +216,19 @@ def _recurrences_differ(group: Any) -> None:
     torch.testing.assert_close(graph(rows), scan(rows))  # and go on
 
 
+def run_rank_on_gpu(rank: int, world: int, folder: Path) -> None:
+    """Run the graphs that compare with eager calls as one rank of a world, by NCCL."""
+    parallel_cases.DEVICE = "cuda"
+    cases = {
+        name: run for name, run in CASES.items() if name.startswith(("a graph w", "a graph p"))
+    }
+    others = {name: run for name, run in (CASES | SLOW_CASES).items() if name in OF_RECURRENCES}
+    run_rank(rank, world, folder, cases | others)
+
+
 if __name__ == "__main__":
+    if sys.argv[2:] == ["--nccl"]:
+        sys.exit(run_worlds(run_rank_on_gpu, Path(sys.argv[1]), [WORLD], "spawn"))
     chosen = SLOW_CASES if sys.argv[2:] == ["--slow"] else CASES
     run = functools.partial(run_rank, cases=chosen)
     imports = ("torch._inductor.compile_fx",)

@@ -53,7 +53,7 @@ def test_formulas_are_those_that_pytorch_has_for_its_kernels():
 
     query, key, value = (torch.empty(2, 6, rows, dim) for rows, dim in ((5, 8), (7, 8), (7, 12)))
     output = torch.empty(2, 6, 5, 12)
-    inputs = (query, key, value, None, None, None, None, [])
+    inputs = (query, key, value, *[None] * 5, [])
     shapes = [tensor.shape for tensor in (query, key, value)]
     registry = flop_counter.flop_registry
     forward = registry[torch.ops.saccade.attention]

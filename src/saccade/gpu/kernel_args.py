@@ -181,8 +181,17 @@ def dropout_argument(inputs: Inputs, variant: Variant) -> Dropout | None:
     """Dropout as kernels take it."""
     if inputs.seed is None:
         return None
-    threshold = fixed(dropout.threshold(variant.dropout_p))
-    return Dropout(inputs.seed, threshold, 1.0 / (1.0 - variant.dropout_p))
+    threshold, table = fixed(dropout.threshold(variant.dropout_p)), inputs.numbers
+    draws = Draws(inputs.seed, threshold, 1.0 / (1.0 - variant.dropout_p))
+    if table is None:
+        return Dropout(kept, Constant(True), draws)
+    numbered, grouped = NumberedDraws(*draws, table), Constant(variant.grouped)
+    if len(table) == 1:
+        return Dropout(kept_of_heads, grouped, numbered)
+    if inputs.cu_seqlens_q is None:
+        return Dropout(kept_of_rows, grouped, numbered)
+    offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k
+    return Dropout(kept_of_packed_rows, grouped, PackedDraws(*numbered, *offsets))
 
 
 def rules(
@@ -210,10 +219,16 @@ def signature(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
     return (
         query.shape[1], key.shape[1], query.shape[-1], value.shape[-1],
         query.dtype, query.device, variant.mask, variant.score, variant.scale, captured,
-        None if inputs.seed is None else variant.dropout_p,
+        None if inputs.seed is None else kind_of_dropout(inputs, variant),
         None if sinks is None else sinks.dtype, offsets is None,
         variant.residual, variant.max_logit, precision(query.dtype),
     )  # fmt: skip
+
+
+def kind_of_dropout(inputs: Inputs, variant: Variant) -> tuple[Any, ...]:
+    """What tells one kind of dropout from another."""
+    numbers = inputs.numbers
+    return variant.dropout_p, None if numbers is None else len(numbers) > 1, variant.grouped
 
 
 def kind_of_captured(captured: Captured) -> tuple[Any, ...]:
@@ -274,14 +289,6 @@ def one(score, batch, head, query_row, kv_row, shift, data):
     return score * 0.0 + 1.0
 
 
-class Dropout(NamedTuple):
-    """What a kernel needs to drop the pairs that `runtime/dropout.py` drops; None: drops none."""
-
-    seed: Any  # int64 scalar in memory
-    threshold: int  # a random word below it drops its pair
-    dropout_scale: float  # what kept weights are multiplied by: 1 / (1 - dropout_p)
-
-
 # Triton (3.6) mixes up the words of fewer groups than a program has threads, so a tile smaller than
 # this draws for each pair.
 SMALL_TILE = tl.constexpr(4 * 512)
@@ -292,18 +299,71 @@ def kept(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
     """True where a pair is kept: [query rows, KV_TILE]."""
     if query_rows.shape[0] * KV_TILE < SMALL_TILE:
         kv_rows = kv_start + tl.arange(0, KV_TILE)[None, :]
-        word_0, word_1, word_2, word_3 = draw(dropout, batch, head, query_rows, kv_rows // 4)
-        low_bit, high_bit = kv_rows % 2 == 0, kv_rows % 4 < 2
-        words = tl.where(
-            high_bit, tl.where(low_bit, word_0, word_1), tl.where(low_bit, word_2, word_3)
-        )
+        words = words_of_pairs(dropout, batch, head, query_rows, kv_rows)
     else:
         groups = kv_start // 4 + tl.arange(0, KV_TILE // 4)[None, :]
-        word_0, word_1, word_2, word_3 = draw(dropout, batch, head, query_rows, groups)
-        # join adds a last dimension: [rows, groups, 2 (high bit), 2 (low bit)] → word number.
-        pairs = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
-        words = tl.reshape(pairs, (query_rows.shape[0], KV_TILE))
-    return words.to(tl.int64) >= dropout.threshold
+        words = words_of_groups(dropout, batch, head, query_rows, groups)
+    return words.to(tl.int64) >= dropout.data.threshold
+
+
+@triton.jit
+def kept_of_heads(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
+    """`kept` of a call that has some heads of a longer one."""
+    first = tl.load(dropout.data.table)
+    return kept(dropout, batch, head + first, query_rows, kv_start, KV_TILE)
+
+
+@triton.jit
+def kept_of_rows(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
+    """`kept` of a call that has some rows of a longer one."""
+    return kept_by_numbers(dropout, batch, head, query_rows, kv_start, 1, 1, KV_TILE)
+
+
+@triton.jit
+def kept_of_packed_rows(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
+    """`kept_of_rows` of sequences that lie back to back."""
+    first_query = tl.load(dropout.data.query_offsets + batch) + 1
+    first_key = tl.load(dropout.data.kv_offsets + batch) + 1
+    return kept_by_numbers(
+        dropout, batch, head, query_rows, kv_start, first_query, first_key, KV_TILE
+    )
+
+
+@triton.jit
+def kept_by_numbers(
+    dropout, batch, head, query_rows, kv_start, first_query, first_key, KV_TILE: tl.constexpr
+):  # fmt: skip
+    """`kept` of rows whose numbers lie in the table, those of a sequence from its first row on."""
+    table = dropout.data.table
+    places = table + tl.cast(first_query + query_rows, tl.int64) * 4
+    rows, batches = tl.load(places), batch + tl.load(places + 1)[:, None]
+    head += tl.load(table)
+    if not dropout.grouped or query_rows.shape[0] * KV_TILE < SMALL_TILE:
+        keys = kv_start + tl.arange(0, KV_TILE)[None, :]
+        numbers = tl.load(table + tl.cast(first_key + keys, tl.int64) * 4 + 2)
+        words = words_of_pairs(dropout, batches, head, rows, numbers)
+    else:
+        keys = kv_start + tl.arange(0, KV_TILE // 4)[None, :] * 4
+        numbers = tl.load(table + tl.cast(first_key + keys, tl.int64) * 4 + 2)
+        words = words_of_groups(dropout, batches, head, rows, numbers // 4)
+    return words.to(tl.int64) >= dropout.data.threshold
+
+
+@triton.jit
+def words_of_pairs(dropout, batch, head, query_rows, kv_rows):
+    """A random word for each pair, drawn for each."""
+    word_0, word_1, word_2, word_3 = draw(dropout, batch, head, query_rows, kv_rows // 4)
+    low_bit, high_bit = kv_rows % 2 == 0, kv_rows % 4 < 2
+    return tl.where(high_bit, tl.where(low_bit, word_0, word_1), tl.where(low_bit, word_2, word_3))
+
+
+@triton.jit
+def words_of_groups(dropout, batch, head, query_rows, groups):
+    """A random word for each pair, drawn for four keys that follow one another."""
+    word_0, word_1, word_2, word_3 = draw(dropout, batch, head, query_rows, groups)
+    # join adds a last dimension: [rows, groups, 2 (high bit), 2 (low bit)] → word number.
+    pairs = tl.join(tl.join(word_0, word_2), tl.join(word_1, word_3))
+    return tl.reshape(pairs, (query_rows.shape[0], 4 * groups.shape[1]))
 
 
 @triton.jit
@@ -313,7 +373,46 @@ def draw(dropout, batch, head, query_rows, groups):
     zero = (rows + groups) * 0
     counter = (zero + groups).to(tl.uint32), (zero + rows).to(tl.uint32)
     of_head, of_batch = (zero + head).to(tl.uint32), (zero + batch).to(tl.uint32)
-    return tl.philox(tl.load(dropout.seed), counter[0], counter[1], of_head, of_batch)
+    return tl.philox(tl.load(dropout.data.seed), counter[0], counter[1], of_head, of_batch)
+
+
+class Dropout(NamedTuple):
+    """What a kernel needs to drop the pairs that `runtime/dropout.py` drops; None: drops none.
+
+    Functions and numbers lie apart: in loops Triton (3.6) forgets functions beside numbers.
+    """
+
+    kept: Any  # or kept_of_heads, …: what knows the numbers that heads and rows have elsewhere
+    grouped: Any  # tl.constexpr: whether four keys that have a counter in common lie together
+    data: Any  # Draws, or NumberedDraws, or PackedDraws
+
+
+class Draws(NamedTuple):
+    """What random words are drawn from, and what becomes of weights."""
+
+    seed: Any  # int64 scalar in memory
+    threshold: int  # a random word below it drops its pair
+    dropout_scale: float  # what kept weights are multiplied by: 1 / (1 - dropout_p)
+
+
+class NumberedDraws(NamedTuple):
+    """`Draws` in a part of a longer call, with what heads and rows are called there."""
+
+    seed: Any
+    threshold: int
+    dropout_scale: float
+    table: Any  # int32 [rows, 4], see `runtime/dropout.py`
+
+
+class PackedDraws(NamedTuple):
+    """`NumberedDraws` of sequences that lie back to back, and where they begin."""
+
+    seed: Any
+    threshold: int
+    dropout_scale: float
+    table: Any
+    query_offsets: Any
+    kv_offsets: Any
 
 
 class MaskFunctions(NamedTuple):

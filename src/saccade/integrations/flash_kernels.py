@@ -124,11 +124,12 @@ def backward(
     mask = _mask(is_causal)
     return tuple(
         torch.ops.saccade.attention_backward(
-            grad_out, None, out, logsumexp, None, [], query, key, value, None, None, None, None, [],
+            grad_out, None, out, logsumexp, None, [], query, key, value, *[None] * 5, [],
             ints=[], floats=[], mask=mask.key if mask is not None else "", score="",
             scale=1 / math.sqrt(dims[0]) if scale is None else scale, dropout_p=0.0, config=[],
             deterministic=torch.are_deterministic_algorithms_enabled(),
-            residual=False, max_logit=False, forward_by=forward_by, backward_by=backward_by,
+            residual=False, max_logit=False, grouped=False, forward_by=forward_by,
+            backward_by=backward_by,
         )
     )  # fmt: skip
 

@@ -35,6 +35,7 @@ from saccade.ops.attention.triton.call_spec import is_short
 from saccade.ops.attention_fp8.validation import Fp8Options
 from saccade.ops.attention_fp8.validation import prepare as prepare_fp8
 from saccade.runtime.delta_spec import DeltaInputs, DeltaVariant
+from saccade.runtime.dropout import Numbers
 from saccade.runtime.spec import (
     Inputs,
     KernelConfig,
@@ -149,7 +150,9 @@ class KernelCall(NamedTuple):
     deterministic: bool = False
     query_len: int = 0  # 0: as many rows as keys
     alone: bool = False  # packed rows of a batch entry are one sequence, not two
-    more: str = ""  # what else the forward pass gives: "residual" or "max_logit"
+    # What else the forward pass gives: "residual" or "max_logit"; or "grouped": the call is a part
+    # of a longer one, whose dropout it takes part in, with keys in groups of four.
+    more: str = ""
 
     @property
     def operation(self) -> str:
@@ -189,7 +192,12 @@ class KernelCall(NamedTuple):
             return_lse=False, deterministic=False, config=None,
         )  # fmt: skip
         more = {self.more: True} if self.more else {}
-        return with_seed(inputs, variant), variant._replace(**more)
+        inputs, variant = with_seed(inputs, variant), variant._replace(**more)
+        if self.more == "grouped":
+            rows = torch.arange(self.length)
+            numbers = Numbers.of_rows(0, rows, torch.zeros_like(rows), rows, rows)
+            inputs = inputs._replace(numbers=numbers.to(device).table)
+        return inputs, variant
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output, and what may have gradients."""

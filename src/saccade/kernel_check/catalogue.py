@@ -195,6 +195,7 @@ def entries(architecture: str) -> list[Entry]:
         (KernelCall(128, half, score="softcap"), ORDERED),
         (KernelCall(128, half, score="bias"), ("backward_bias",)),
         (KernelCall(128, half, dropout_p=0.1), ALL),
+        (KernelCall(128, half, dropout_p=0.1, more="grouped"), ORDERED),
         (KernelCall(256, half), ALL),
         (KernelCall(256, half, "causal"), (*ALL, *NAN_SAFE)),
         *(

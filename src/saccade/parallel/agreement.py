@@ -71,7 +71,11 @@ def dealt_facts(plan: Any) -> dict[str, str]:
 
 
 def agree(
-    plan: Any, facts: Mapping[str, str], fault: BaseException | None, device: torch.device
+    plan: Any,
+    facts: Mapping[str, str],
+    fault: BaseException | None,
+    device: torch.device,
+    seed: Tensor | None = None,
 ) -> None:
     """Compare with all ranks what this one is about to do.
 
@@ -80,17 +84,20 @@ def agree(
         facts: what must be equal, by the names of arguments.
         fault: why this rank cannot begin.
         device: where this rank's rows lie.
+        seed: of dropout, another one in each call; it must be equal, too.
 
     Raises:
         ValueError: on every rank, naming what differs and who has what.
     """
     words = {**facts, "error": "" if fault is None else f"{type(fault).__name__}: {fault}"}
-    text = repr(sorted(words.items()))
-    number = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+    kind = number = _number_of(words)
     known: set[int] = plan.memory.setdefault("agreed", set())
     device = _device(plan.group, device)
-    if fault is None and number in known and not _always(plan, device):
+    if fault is None and kind in known and not _always(plan, device):
         return
+    if seed is not None:
+        words["seed of dropout, which torch.manual_seed sets"] = str(int(seed))
+        number = _number_of(words)
     own = torch.tensor([number], dtype=torch.int64, device=device)
     numbers = [torch.empty_like(own) for _ in range(plan.ranks)]
     # NCCL sends objects from the current device, which a program may have left at the first GPU.
@@ -98,13 +105,19 @@ def agree(
     with current, reporting(plan, "comparing what ranks are about to do"):
         dist.all_gather(numbers, own, group=plan.group)
         if torch.cat(numbers).eq(number).all() and fault is None:
-            known.add(number)
+            known.add(kind)
             return
         everyone: list[Any] = [None] * plan.ranks
         dist.all_gather_object(everyone, words, group=plan.group)
     if fault is not None:
         raise fault
     raise ValueError(differences(everyone))
+
+
+def _number_of(words: Mapping[str, str]) -> int:
+    """One number that stands for words."""
+    text = repr(sorted(words.items()))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def differences(everyone: list[dict[str, str]]) -> str:

@@ -49,30 +49,35 @@ class Ranks(NamedTuple):
 
 
 def agreed_in_graph(
-    plan: Any, facts: Mapping[str, str], fault: Exception | None, rows: Tensor
+    plan: Any,
+    facts: Mapping[str, str],
+    fault: Exception | None,
+    rows: Tensor,
+    seed: Tensor | None = None,
 ) -> Tensor:
     """Rows as they are, once all ranks have found that what they are about to do fits together.
 
     Args:
-        plan, facts, fault: as `agree` takes them; the first fact is the name of the call.
+        plan, facts, fault, seed: as `agree` takes them; the first fact is the name of the call.
         rows: the first that this rank sends in the call.
     """
     kind, said = ("", "") if fault is None else (type(fault).__name__, str(fault))
     return torch.ops.saccade.compare_ranks.default(
-        rows, plan.group.group_name, plan.verify, list(facts), list(facts.values()), kind, said
-    )
+        rows, seed, plan.group.group_name, plan.verify, list(facts), list(facts.values()), kind,
+        said,
+    )  # fmt: skip
 
 
 def _compare(
-    rows: Tensor, group: str, verify: str, names: Sequence[str], words: Sequence[str], kind: str,
-    said: str,
+    rows: Tensor, seed: Tensor | None, group: str, verify: str, names: Sequence[str],
+    words: Sequence[str], kind: str, said: str,
 ) -> Tensor:  # fmt: skip
     resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
     found = resolve(group)
     ranks = Ranks(found, verify, _memory.setdefault(found, {}))
     begin(ranks, words[0])
     facts = dict(zip(names, words, strict=True))
-    agree(ranks, facts, FAULTS[kind](said) if kind else None, rows.device)
+    agree(ranks, facts, FAULTS[kind](said) if kind else None, rows.device, seed)
     return rows.clone()
 
 
@@ -81,11 +86,12 @@ def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 
 SCHEMA = (
-    "(Tensor rows, str group, str verify, str[] names, str[] words, str kind, str said) -> Tensor"
+    "(Tensor rows, Tensor? seed, str group, str verify, str[] names, str[] words, str kind, "
+    "str said) -> Tensor"
 )
 torch.library.define("saccade::compare_ranks", SCHEMA)
 torch.library.impl("saccade::compare_ranks", "CompositeExplicitAutograd", _compare)
 torch.library.register_fake("saccade::compare_ranks", lambda rows, *plain: rows.clone())
 torch.library.register_autograd(
-    "saccade::compare_ranks", lambda ctx, grad: (grad, *[None] * 6), setup_context=_keep_nothing
+    "saccade::compare_ranks", lambda ctx, grad: (grad, *[None] * 7), setup_context=_keep_nothing
 )

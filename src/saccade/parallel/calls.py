@@ -25,7 +25,7 @@ from saccade.parallel.planner import PLANS, Plan
 from saccade.runtime import arguments, backends, shards
 from saccade.runtime.arguments import unknown_options
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, accumulate_dtype
-from saccade.runtime.validation import cast, problem_of
+from saccade.runtime.validation import cast, new_seed, problem_of
 from saccade.scores import AnyScore, Score, as_score
 
 if TYPE_CHECKING:
@@ -84,8 +84,8 @@ def attention(  # breaks function-length: most of it is the docstring
         plan: of `plan`, or of `Plan.for_mask`, with the mask. Masks and scores number the rows of
             the whole sequence, and their tensors are those of the whole call, on every rank.
         score, scale, sinks, implementation, config: as in `saccade.attention`.
-        dropout_p: must be 0: kernels count random numbers by rows of their own call, so that ranks
-            would not drop what one process drops.
+        dropout_p: as in `saccade.attention`. The pairs that are dropped are those that one process
+            drops by the same seed of PyTorch's generator, which must be the same on every rank.
         return_lse: also return the lse of this rank's rows.
         deterministic: gradients are bit-equal from run to run. Forward passes always are.
         reduce_gradients: whether gradients of what every rank has, sinks and tensors that the score
@@ -115,8 +115,8 @@ def attention(  # breaks function-length: most of it is the docstring
         ...     plan.unshard([output], dim=2), saccade.attention(query, key, key, causal=True)
         ... )
     """
-    options = Options(scale, deterministic, implementation, config)
-    flags = _Flags(return_lse, reduce_gradients, dropout_p, False)
+    options = Options(scale, deterministic, implementation, config, dropout_p)
+    flags = _Flags(return_lse, reduce_gradients, False)
     return _called("attention", plan, (query, key, value), sinks, score, options, flags, unknown)
 
 
@@ -185,8 +185,8 @@ def attention_varlen(
         >>> saccade.parallel.attention_varlen(*local, plan=plan).shape
         torch.Size([12, 4, 16])
     """
-    options = Options(scale, deterministic, implementation, config)
-    flags = _Flags(return_lse, reduce_gradients, dropout_p, True)
+    options = Options(scale, deterministic, implementation, config, dropout_p)
+    flags = _Flags(return_lse, reduce_gradients, True)
     rows = (query, key, value)
     return _called("attention_varlen", plan, rows, sinks, score, options, flags, unknown)
 
@@ -194,7 +194,6 @@ def attention_varlen(
 class _Flags(NamedTuple):
     return_lse: bool
     reduce_gradients: bool
-    dropout_p: float
     packed: bool
 
 
@@ -229,7 +228,7 @@ def _computed(
     if plan.ranks > 1 and not traced:
         begin(plan, name)
         where = rows[0].device if isinstance(rows[0], Tensor) else torch.device("cpu")
-        agree(plan, facts, fault, where)
+        agree(plan, facts, fault, where, None if call is None else call.seed)
     if fault is not None:
         if traced and all(isinstance(each, Tensor) for each in rows):
             return _failing(plan, facts, fault, rows, flags)
@@ -266,7 +265,9 @@ def _into_graph(
     where = query.device if isinstance(query, Tensor) else torch.device("cpu")
     config = arguments.resolve_config(options.config, where)
     numbers = [] if config is None else config.numbers()
-    plain = options.scale, options.deterministic, options.implementation, numbers
+    plain = (
+        options.scale, options.deterministic, options.implementation, numbers, options.dropout_p
+    )  # fmt: skip
     captured = found.captured
     results = _traced(
         name, plan.name, query, key, value, sinks, found.key, list(captured.tensors),
@@ -283,10 +284,10 @@ def _traced(
 ) -> Any:  # fmt: skip
     """A call in the graph of Dynamo, which does not look inside: AOTAutograd traces what it does,
     messages and their gradients among them, in the order in which an eager call does it."""
-    scale, deterministic, implementation, numbers = plain
+    scale, deterministic, implementation, numbers, dropout_p = plain
     captured = Captured(tuple(tensors), tuple(map(int, ints)), tuple(map(float, floats)))
     config = KernelConfig.of_numbers(numbers) if numbers else None
-    options = Options(scale, deterministic, implementation, config)
+    options = Options(scale, deterministic, implementation, config, dropout_p)
     rows = query, key, value
     for each in (*rows, sinks):
         for size in each.shape if isinstance(each, Tensor) else ():
@@ -327,13 +328,11 @@ def _checked(
     for name in ("return_lse", "reduce_gradients"):
         arguments.check_flag(name, getattr(flags, name))
     arguments.check_flag("deterministic", options.deterministic)
-    if arguments.check_dropout(flags.dropout_p):
-        raise NotImplementedError(
-            f"dropout_p: got {flags.dropout_p}, takes 0 over ranks: they would not drop what one "
-            "process drops"
-        )
+    options = options._replace(
+        scale=arguments.resolve_scale(options.scale, query.shape[-1]),
+        dropout_p=arguments.check_dropout(options.dropout_p),
+    )
     arguments.check_sinks(sinks, query)
-    options = options._replace(scale=arguments.resolve_scale(options.scale, query.shape[-1]))
     if flags.packed != (plan.cu_seqlens is not None):
         takes = "offsets of sequences" if flags.packed else "a length"
         raise ValueError(f"plan: got one of {'a length' if flags.packed else 'offsets'}, takes "
@@ -360,7 +359,9 @@ def _checked(
             for each in found.captured.tensors
         )
         found = Score(found.key, found.captured._replace(tensors=tensors))
-    return LocalCall(plan, query, key, value, sinks, found, options, flags.return_lse), facts
+    seed = new_seed(query.device) if options.dropout_p > 0 else None
+    call = LocalCall(plan, query, key, value, sinks, found, options, flags.return_lse, seed)
+    return call, facts
 
 
 def _check_sizes(plan: Plan, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -396,7 +397,7 @@ def _check_implementation(
     """Refuse what no implementation, or not the named one, computes of this rank's rows alone."""
     arguments.resolve_config(options.config, query.device)
     assert options.scale is not None
-    nothing = Variant("", "", Captured(), Captured(), options.scale, 0.0)
+    nothing = Variant("", "", Captured(), Captured(), options.scale, options.dropout_p)
     inputs = Inputs(query, key, value, sinks)
     backends.choose_all(problem_of(inputs, nothing, None), options.implementation)
 
@@ -420,6 +421,7 @@ def _facts(
         "device": query.device.type,
         "score": described(score.key, score.captured, contents=False),
         "scale": str(options.scale),
+        "dropout_p": str(options.dropout_p),
         "sinks": "none" if sinks is None else str(sinks.dtype),
         "options": f"deterministic={options.deterministic}, return_lse={flags.return_lse}, "
         f"reduce_gradients={flags.reduce_gradients}",

@@ -18,9 +18,10 @@ from torch import Tensor
 from saccade.modifiers.graph_constants import constants, outside_graph
 from saccade.modifiers.modifier import ShardRange
 from saccade.parallel.exchange import Routes, Sending, spans_of
-from saccade.parallel.local import LocalCall, heads_of, joined, rows_first
+from saccade.parallel.local import LocalCall, heads_of, joined, numbers_of, rows_first
 from saccade.parallel.planner import Plan
 from saccade.parallel.runs import Cut, Divided, Part, parts_of
+from saccade.runtime.dropout import Numbers
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor]:
@@ -103,16 +104,44 @@ def _attend(
     if parts is None:
         arrived = call.plan.routes.arrived
         mask, score = call.mask_of(arrived, "gather"), call.score_of(arrived, "gather")
-        return call.attend(queries[0], keys[0], keys[1], *call.of_heads(mask, score, heads), sinks)
-    found = []
-    for part, some, key, value in zip(parts, queries, keys[::2], keys[1::2], strict=True):
+        mask, score = call.of_heads(mask, score, heads)
+        numbers = _numbers(call, None, heads.start)
+        return call.attend(queries[0], keys[0], keys[1], mask, score, sinks, numbers)
+    found, places = [], range(len(parts))
+    for place, part, some, key, value in zip(
+        places, parts, queries, keys[::2], keys[1::2], strict=True
+    ):
+        numbers = _numbers(call, place, heads.start)
         if part.offsets is None:
-            found.append(call.attend(some, key, value, part.mask, call.score, sinks))
+            found.append(call.attend(some, key, value, part.mask, call.score, sinks, numbers))
             continue
         rows = [each.squeeze(0).transpose(0, 1) for each in (some, key, value)]
-        output, lse = call.attend_packed(rows, part.offsets, part.mask, call.score, sinks)
+        output, lse = call.attend_packed(rows, part.offsets, part.mask, call.score, sinks, numbers)
         found.append((output.transpose(0, 1).unsqueeze(0), lse.unsqueeze(0)))
     return _beside(found, 2)
+
+
+def _numbers(call: LocalCall, place: int | None, first_head: int) -> Numbers | None:
+    """What dropout calls the rows of a part, or all rows, of the heads from one on."""
+    if call.seed is None:
+        return None
+    return constants(_numbers_on(call.plan, place, first_head, call.query.device))
+
+
+@outside_graph
+def _numbers_on(plan: Plan, place: int | None, first_head: int, device: torch.device) -> Numbers:
+    name = "dropout", place, first_head, device
+    known = plan.memory.get(name)
+    if known is None:
+        rows, kv_rows, offsets = plan.rows, plan.routes.arrived, None
+        parts = None if place is None else parts_of(plan, kv_rows, device)
+        if parts is not None and place is not None:
+            part = parts[place]
+            rows, kv_rows = rows.narrow(0, *part.query), kv_rows.narrow(0, *part.kv)
+            offsets = part.offsets
+        known = numbers_of(plan, first_head, rows, kv_rows, offsets).to(device)
+        plan.memory[name] = known
+    return known
 
 
 def _beside(found: Sequence[tuple[Tensor, Tensor]], dim: int) -> tuple[Tensor, Tensor]:

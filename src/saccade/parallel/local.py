@@ -12,10 +12,11 @@ from saccade.masks import NOTHING_HIDDEN, Mask
 from saccade.modifiers.graph_constants import constants, outside_graph
 from saccade.modifiers.modifier import ShardRange, restricted
 from saccade.modifiers.renumber import RowNumbers, renumbered
-from saccade.ops.attention.api import attention, attention_varlen
+from saccade.ops.attention.api import attention, attention_of_rows, attention_varlen
 from saccade.parallel.agreement_op import agreed_in_graph
 from saccade.parallel.planner import Plan
-from saccade.runtime.spec import KernelConfig
+from saccade.runtime.dropout import Numbers
+from saccade.runtime.spec import Inputs, KernelConfig
 from saccade.scores import NOTHING_CHANGED, Score
 
 
@@ -26,6 +27,7 @@ class Options(NamedTuple):
     deterministic: bool
     implementation: str | None
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None
+    dropout_p: float
 
 
 class LocalCall(NamedTuple):
@@ -36,6 +38,7 @@ class LocalCall(NamedTuple):
         sinks: [query_heads]; None: none.
         score: in the numbers of the whole call, its tensors those of the whole call.
         return_lse: whether the lse is asked for.
+        seed: of dropout, the same on all ranks; None: nothing is dropped.
         facts: what ranks compare each time the call's graph runs; None: they did.
     """
 
@@ -47,6 +50,7 @@ class LocalCall(NamedTuple):
     score: Score
     options: Options
     return_lse: bool
+    seed: Tensor | None
     facts: Mapping[str, str] | None = None
 
     def compared(self, rows: Tensor) -> Tensor:
@@ -54,7 +58,9 @@ class LocalCall(NamedTuple):
 
         They are sent as they come, as a graph forgets what gives an empty tensor to another.
         """
-        return rows if self.facts is None else agreed_in_graph(self.plan, self.facts, None, rows)
+        if self.facts is None:
+            return rows
+        return agreed_in_graph(self.plan, self.facts, None, rows, self.seed)
 
     @property
     def tables(self) -> list[Tensor]:
@@ -107,18 +113,27 @@ class LocalCall(NamedTuple):
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Mask, score: Score,
-        sinks: Tensor | None,
+        sinks: Tensor | None, numbers: Numbers | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output and lse of some rows against some keys by the public call.
+
+        numbers: what dropout calls rows and heads; None: nothing is dropped.
 
         Where there are none of either, a mask and a score have nothing to say, and the score's
         tensors take part all the same: ranks that sum their gradients wait for this one.
         """
         nothing = not query.shape[2] or not key.shape[2]
+        options = self.options._asdict()
+        if numbers is not None and not nothing:
+            inputs = Inputs(query, key, value, sinks, self.seed)
+            return attention_of_rows(
+                inputs, (None, None), numbers, mask=mask, score=score, **options
+            )
+        options["dropout_p"] = 0.0
         output, lse = attention(
             query, key, value, sinks=sinks, return_lse=True,
             mask=NOTHING_HIDDEN if nothing else mask,
-            score=NOTHING_CHANGED if nothing else score, **self.options._asdict(),
+            score=NOTHING_CHANGED if nothing else score, **options,
         )  # fmt: skip
         for table in self.tables if nothing else ():
             output = output + table.flatten()[:0].sum().to(output.dtype)
@@ -126,13 +141,18 @@ class LocalCall(NamedTuple):
 
     def attend_packed(
         self, rows: Sequence[Tensor], offsets: Offsets, mask: Mask, score: Score,
-        sinks: Tensor | None,
+        sinks: Tensor | None, numbers: Numbers | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Output and lse of sequences laid end to end, by the public call.
 
-        rows: query, key and value, [rows, heads, dim].
+        rows: query, key and value, [rows, heads, dim]. numbers: as in `attend`.
         """
         query, key, value = rows
+        if numbers is not None:
+            inputs = Inputs(query, key, value, sinks, self.seed, offsets.query, offsets.kv)
+            return attention_of_rows(
+                inputs, offsets[2:], numbers, mask=mask, score=score, **self.options._asdict()
+            )
         return attention_varlen(
             query, key, value, offsets.query, offsets.kv, max_seqlen_q=offsets.longest_query,
             max_seqlen_k=offsets.longest_kv, mask=mask, score=score, sinks=sinks, return_lse=True,
@@ -147,6 +167,24 @@ class Offsets(NamedTuple):
     kv: Tensor
     longest_query: int
     longest_kv: int
+
+
+def numbers_of(
+    plan: Plan, first_head: int, rows: Tensor, kv_rows: Tensor, offsets: Offsets | None
+) -> Numbers:
+    """What dropout calls some rows of the whole against some keys, of the heads from one on.
+
+    offsets: of a packed call of them; None: they are one dense sequence.
+    """
+    query, keys = plan.numbers(rows), plan.numbers(kv_rows)
+    sequence = torch.zeros_like(rows) if query.batch is None else query.batch
+    places = torch.arange(len(kv_rows))
+    if offsets is not None:
+        ends = offsets.query[1:].cpu(), offsets.kv[1:].cpu()
+        sequence = sequence - torch.searchsorted(ends[0], torch.arange(len(rows)), right=True)
+        begun = torch.searchsorted(ends[1], places, right=True)
+        places = places - offsets.kv.cpu()[begun]
+    return Numbers.of_rows(first_head, query.numbers, sequence, keys.numbers, places)
 
 
 def heads_of(first: int, count: int, of: int) -> ShardRange:

@@ -24,11 +24,12 @@ from saccade.modifiers.normal_form import is_causal
 from saccade.ops.attention.api import ATTENTION
 from saccade.ops.attention.merge import merge_states
 from saccade.parallel.exchange import Counts, Message, waiting_for
-from saccade.parallel.local import LocalCall, heads_first, joined, rows_first
+from saccade.parallel.local import LocalCall, heads_first, joined, numbers_of, rows_first
 from saccade.parallel.planner import Plan
 from saccade.parallel.runs import MOST_PARTS, Part
 from saccade.runtime import backends
 from saccade.runtime.call_cache import CheckedCall
+from saccade.runtime.dropout import Numbers
 from saccade.runtime.rounding import restored, rounded
 from saccade.runtime.spec import (
     Gradients,
@@ -85,6 +86,11 @@ def _steps(call: LocalCall) -> tuple[list[Step], list[Tensor]]:
         tables += score.captured.tensors
         runs = _runs(call, hop.kv_rows, number)
         send = constants(hop.send)
+        if call.seed is not None:
+            runs = [
+                run._replace(numbers=constants(_numbers(plan, hop.kv_rows, number, run, device)))
+                for run in runs
+            ]
         found.append(Step(hop.source, hop.target, len(hop.kv_rows), send, runs, score, there))
     return found, tables
 
@@ -99,6 +105,17 @@ def _runs(call: LocalCall, kv_rows: Tensor, number: int) -> list[Part]:
             return known
     every = (0, len(plan.rows)), (0, len(kv_rows))
     return [Part(*every, call.mask_of(kv_rows, ("ring", number)), None)]
+
+
+@outside_graph
+def _numbers(plan: Plan, kv_rows: Tensor, number: int, run: Part, device: torch.device) -> Numbers:
+    """What dropout calls the rows of a call of a step."""
+    name = "dropout of step", number, run.query, run.kv, device
+    known = plan.memory.get(name)
+    if known is None:
+        rows, kv_rows = plan.rows.narrow(0, *run.query), kv_rows.narrow(0, *run.kv)
+        known = plan.memory[name] = numbers_of(plan, 0, rows, kv_rows, None).to(device)
+    return known
 
 
 @outside_graph
@@ -178,11 +195,15 @@ def _part(
     captured = step.score.captured._replace(tensors=tuple(tables[step.tables]))
     inputs, variant, problem, config = prepare(
         query, rows[..., :head_dim], rows[..., head_dim:], None, None, None, None, mask=run.mask,
-        score=Score(step.score.key, captured), scale=options.scale, sinks=sinks, dropout_p=0.0,
-        return_lse=True, deterministic=options.deterministic, config=options.config,
+        score=Score(step.score.key, captured), scale=options.scale, sinks=sinks,
+        dropout_p=options.dropout_p, return_lse=True, deterministic=options.deterministic,
+        config=options.config,
     )  # fmt: skip
     forward_by, backward_by, _ = backends.choose_all(problem, options.implementation)
     variant = variant._replace(residual=query.dtype.itemsize == 2)  # what is merged is exact, too
+    if run.numbers is not None:
+        inputs = inputs._replace(seed=call.seed, numbers=run.numbers.table)
+        variant = variant._replace(grouped=run.numbers.grouped)
     return _Part(inputs, variant, config or DEFAULT_CONFIG, forward_by, backward_by)
 
 

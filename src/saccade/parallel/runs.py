@@ -22,6 +22,7 @@ from saccade.parallel.exchange import Routes
 from saccade.parallel.local import Offsets, heads_first, rows_first
 from saccade.parallel.planner import Plan
 from saccade.parallel.work import needs
+from saccade.runtime.dropout import Numbers
 from saccade.runtime.spec import accumulate_dtype
 
 MOST_PARTS = 4  # more calls would wait for one another more than a table of row numbers costs
@@ -35,12 +36,14 @@ class Part(NamedTuple):
         kv: the first key and how many, among those that the rank needs.
         mask: as the call takes it.
         offsets: of a packed call.
+        numbers: what dropout calls rows and heads; None: nothing is dropped, or it is not said yet.
     """
 
     query: tuple[int, int]
     kv: tuple[int, int]
     mask: Mask
     offsets: Offsets | None
+    numbers: Numbers | None = None
 
 
 class _Run(NamedTuple):

@@ -19,6 +19,7 @@ from saccade.parallel.costs import ulysses_unsupported
 from saccade.parallel.exchange import Back, Permuted, Sending, Taken
 from saccade.parallel.local import LocalCall, Offsets, heads_first, heads_of, joined
 from saccade.parallel.planner import Plan
+from saccade.runtime.dropout import Numbers
 
 
 def attend(call: LocalCall) -> tuple[Tensor, Tensor | None]:
@@ -107,13 +108,23 @@ def _attend_heads(
     mask = constants(_mask_on(plan, query.device))
     mask, score = call.of_heads(mask, call.score, heads_of(first, heads, plan.sizes.query_heads))
     sinks = None if call.sinks is None else call.sinks.narrow(0, first, heads)
+    numbers = None if call.seed is None else constants(_numbers(plan, first, query.device))
     if plan.cu_seqlens is None:
         rows = [heads_first(each) for each in (query, key, value)]
-        output, lse = call.attend(rows[0], rows[1], rows[2], mask, score, sinks)
+        output, lse = call.attend(rows[0], rows[1], rows[2], mask, score, sinks, numbers)
         return output.permute(2, 0, 1, 3), lse.permute(2, 0, 1).unsqueeze(-1)
     rows = [each.squeeze(1) for each in (query, key, value)]
-    output, lse = call.attend_packed(rows, _offsets(call), mask, score, sinks)
+    output, lse = call.attend_packed(rows, _offsets(call), mask, score, sinks, numbers)
     return output.unsqueeze(1), lse.transpose(0, 1)[:, None, :, None]
+
+
+@outside_graph
+def _numbers(plan: Plan, first_head: int, device: torch.device) -> Numbers:
+    """What dropout calls the heads of this rank; rows are called what they are."""
+    known = plan.memory.get(("dropout of heads", device))
+    if known is None:
+        known = plan.memory["dropout of heads", device] = Numbers.of_heads(first_head).to(device)
+    return known
 
 
 def _offsets(call: LocalCall) -> Offsets:

@@ -9,6 +9,8 @@ Source: Philox 4x32 with ten rounds (Salmon et al. 2011, "Parallel random number
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -106,3 +108,98 @@ def kept_range(
             for lane, word in enumerate(words):
                 torch.ge(word, threshold(dropout_p), out=found[at][..., lane])
     return found.flatten(-2)[..., start - 4 * first : stop - 4 * first]
+
+
+# ---- rows of a longer call -----------------------------------------------------------------------
+
+BEHIND = 1024  # rows of a table behind the last, as programs read those of whole tiles
+
+
+class Numbers(NamedTuple):
+    """What heads, sequences and rows of a call are called in a longer one that it is a part of.
+
+    Attributes:
+        table: int32 [1 + rows, 4]. The first row holds what is added to a head's number. After it
+            row t holds, of query row t in the order of memory, its number in its sequence, and what
+            is added to the batch entry's number; and of key row t its number in its sequence. One
+            row alone: rows and batch entries are called what they are in the call.
+        grouped: whether keys whose numbers have a counter in common, four by four, lie so in the
+            call, too: one draw then serves four of them.
+    """
+
+    table: Tensor
+    grouped: bool
+
+    def to(self, device: torch.device) -> Numbers:
+        """The table on a device."""
+        return self._replace(table=self.table.to(device))
+
+    @staticmethod
+    def of_heads(first: int) -> Numbers:
+        """Those of a call that has all rows, and the heads from `first` on."""
+        return Numbers(torch.tensor([[first, 0, 0, 0]], dtype=torch.int32), True)
+
+    @staticmethod
+    def of_rows(
+        first_head: int, query_row: Tensor, added_batch: Tensor, kv_row: Tensor, kv_place: Tensor
+    ) -> Numbers:
+        """Those of a call that has some rows.
+
+        Args:
+            first_head: what is added to a head's number.
+            query_row, kv_row: the numbers of all rows in the order of memory, on the CPU.
+            added_batch: of each query row, what is added to the batch entry's number.
+            kv_place: where each key row lies in its sequence of the call.
+        """
+        longest = max(len(query_row), len(kv_row))
+        table = torch.zeros(1 + longest + BEHIND, 4, dtype=torch.int32)
+        table[0, 0] = first_head
+        table[1 : 1 + len(query_row), 0] = query_row
+        table[1 : 1 + len(query_row), 1] = added_batch
+        table[1 : 1 + len(kv_row), 2] = kv_row
+        first = torch.arange(len(kv_row)) - kv_place % 4  # the first key that has its counter
+        alike = (kv_row % 4 == kv_place % 4) & (kv_row - kv_place % 4 == kv_row[first])
+        return Numbers(table, bool(alike.all()))
+
+
+Pairs = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def in_whole(table: Tensor, pairs: Pairs, query_place: Tensor, kv_place: Tensor) -> Pairs:
+    """Batch entries, heads, query rows and key rows of pairs as they are called in a longer call.
+
+    Args:
+        table: that of `Numbers`.
+        pairs: as they are called in the call; index tensors that broadcast against each other.
+        query_place, kv_place: where each row lies in memory, shaped as query rows and key rows.
+    """
+    batch, head, query_row, kv_row = pairs
+    head = head + table[0, 0]
+    if len(table) == 1:
+        return batch, head, query_row, kv_row
+    of_query, of_key = table[1 + query_place].long(), table[1 + kv_place].long()
+    return batch + of_query[..., 1], head, of_query[..., 0], of_key[..., 2]
+
+
+def kept_rows(
+    seed: int, batch: Tensor, head: Tensor, query_row: Tensor, kv_row: Tensor, dropout_p: float
+) -> Tensor:
+    """`kept` on the CPU where key rows have any numbers, drawing each word once.
+
+    batch, head, query_row, kv_row: index tensors along the dimensions of four, which those of rows
+    and of batch entries may have as their first, too.
+    """
+    found = []
+    for entry in range(max(len(batch), len(query_row), len(kv_row))):
+        of_batch, rows, keys = (
+            each[min(entry, len(each) - 1)].unsqueeze(0) for each in (batch, query_row, kv_row)
+        )
+        groups, places = (keys.flatten() >> 2).unique(return_inverse=True)
+        of_heads = []
+        step = max(1, DRAWN // max(1, rows.shape[2] * len(groups)))
+        for heads in head.split(step, 1):
+            words = philox_4x32((groups.view(1, 1, 1, -1), rows, heads, of_batch), seed)
+            of_heads.append(torch.stack([word >= threshold(dropout_p) for word in words], -1))
+        drawn = torch.cat(of_heads, 1).flatten(-2)
+        found.append(drawn.index_select(-1, 4 * places + (keys.flatten() & 3)))
+    return torch.cat(found)

@@ -64,6 +64,7 @@ class Variant(NamedTuple):
     dropout_p: float
     residual: bool = False
     max_logit: bool = False
+    grouped: bool = False  # of keys that have numbers: see `Numbers` in runtime/dropout.py
 
 
 class Inputs(NamedTuple):
@@ -76,6 +77,7 @@ class Inputs(NamedTuple):
     seed: Tensor | None = None  # int64 scalar; None: no dropout
     cu_seqlens_q: Tensor | None = None
     cu_seqlens_k: Tensor | None = None
+    numbers: Tensor | None = None  # of dropout in a part of a call: see runtime/dropout.py
 
     @property
     def num_sequences(self) -> int:

@@ -243,9 +243,12 @@ def with_seed(inputs: Inputs, variant: Variant) -> Inputs:
     """
     if not variant.dropout_p > 0:
         return inputs
-    device = inputs.query.device
-    seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
-    return inputs._replace(seed=seed)
+    return inputs._replace(seed=new_seed(inputs.query.device))
+
+
+def new_seed(device: torch.device) -> Tensor:
+    """A seed for dropout from PyTorch's generator of a device, left there."""
+    return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
 
 
 def problem_of(inputs: Inputs, variant: Variant, config: KernelConfig | None) -> Problem:

@@ -78,7 +78,7 @@ def test_opcheck_backward(name: str) -> None:
     output, lse, residual, max_logit = torch.ops.saccade.attention.default(*arguments)
     assert (residual.shape == output.shape) == (output.dtype.itemsize == 2)
     assert bool(max_logit.numel()) == (output.dtype == torch.float16)
-    wanted = [len(arguments[7]) - 1] if "bias" in OPERATOR_CASES[name].score else []
+    wanted = [len(arguments[8]) - 1] if "bias" in OPERATOR_CASES[name].score else []
     grads = (torch.randn_like(output), torch.randn_like(lse), output, lse)
     grads = (*grads, residual if residual.numel() else None, wanted)
     torch.library.opcheck(

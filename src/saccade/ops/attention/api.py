@@ -20,6 +20,7 @@ from saccade.runtime.arguments import unknown_options
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import Arguments, Gradient, Operation
+from saccade.runtime.dropout import Numbers
 from saccade.runtime.spec import (
     Gradients,
     Inputs,
@@ -339,6 +340,29 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     return _returned(results, return_lse, return_max_logit)
 
 
+def attention_of_rows(
+    inputs: Inputs, longest: tuple[int | None, int | None], numbers: Numbers, **options: Any
+) -> tuple[Tensor, Tensor]:
+    """Output and lse of rows of a longer call, which drop what these rows of it drop.
+
+    Args:
+        inputs: with the seed of the whole call.
+        longest: rows of the longest packed sequence, queries and keys.
+        numbers: what heads, sequences and rows are called there.
+        options: mask, score, scale, dropout_p, deterministic, implementation and config, as in
+            `attention`.
+    """
+    query, key, value, sinks, seed, *offsets, _ = inputs
+    implementation = options.pop("implementation")
+    inputs, variant, problem, config = prepare(
+        query, key, value, *offsets, *longest, sinks=sinks, return_lse=True, **options
+    )
+    inputs = inputs._replace(seed=seed, numbers=numbers.table)
+    variant = variant._replace(grouped=numbers.grouped)
+    checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
+    return _attend(inputs, checked, options["deterministic"])[:2]
+
+
 def _attend(
     inputs: Inputs, checked: CheckedCall, deterministic: bool, *, alone: bool = False
 ) -> tuple[Any, ...]:
@@ -364,15 +388,15 @@ def _returned(
 
 TENSORS = (
     "Tensor query, Tensor key, Tensor value, Tensor? sinks, Tensor? seed, "
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor[] tables"
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? numbers, Tensor[] tables"
 )
 MODIFIERS = "SymInt[] ints, float[] floats, str mask, str score, float scale, float dropout_p"
 PLAIN_VALUES = (
     f"{MODIFIERS}, int[] config, bool deterministic, bool residual, bool max_logit, "
-    "str forward_by, str backward_by"
+    "bool grouped, str forward_by, str backward_by"
 )
-MASK, CONFIG, DETERMINISTIC, FORWARD_BY, BACKWARD_BY = 2, 6, 7, 10, 11  # among the plain values
-WANTED_RESULTS = slice(8, 10)
+MASK, CONFIG, DETERMINISTIC, FORWARD_BY, BACKWARD_BY = 2, 6, 7, 11, 12  # among the plain values
+OF_VARIANT = slice(8, 11)  # residual, max_logit, grouped
 NOTHING = Captured()
 DEFAULT_CONFIG = KernelConfig()  # tiles of the backend's own choice
 
@@ -397,16 +421,15 @@ def modifier_values(variant: Variant, config: KernelConfig | None) -> tuple[Any,
 def flatten(checked: CheckedCall, deterministic: bool) -> tuple[Any, ...]:
     """PLAIN_VALUES of a call."""
     variant, config = checked.variant, checked.config
-    results = variant.residual, variant.max_logit
+    others = variant.residual, variant.max_logit, variant.grouped
     chosen = checked.forward_by, checked.backward_by
-    return (*modifier_values(variant, config), deterministic, *results, *chosen)
+    return (*modifier_values(variant, config), deterministic, *others, *chosen)
 
 
 def variant_of(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:
     """The variant that tables and plain values stand for."""
-    return modified(tables, plain)._replace(
-        residual=plain[WANTED_RESULTS][0], max_logit=plain[WANTED_RESULTS][1]
-    )
+    residual, max_logit, grouped = plain[OF_VARIANT]
+    return modified(tables, plain)._replace(residual=residual, max_logit=max_logit, grouped=grouped)
 
 
 def modified(tables: Sequence[Tensor], plain: Sequence[Any]) -> Variant:

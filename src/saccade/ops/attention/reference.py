@@ -130,6 +130,12 @@ def attend(
     weights = (weights / row_sum).masked_fill(~visible, 0)  # in a row of NaN too
     if inputs.seed is not None:
         pair = (at.batch, at.head, at.query_row, at.kv_row)
+        if inputs.numbers is not None:  # rows lie here as they lie in memory
+            places = (
+                evaluate.index_range(0, rows.shape[2], dim, rows.device)
+                for dim, rows in ((2, inputs.query), (3, inputs.key))
+            )
+            pair = dropout.in_whole(inputs.numbers, pair, *places)
         kept = dropout.kept(inputs.seed, *pair, variant.dropout_p)
         weights = (weights / (1 - variant.dropout_p)).masked_fill(~kept, 0)
     return (weights @ value).masked_fill(sees_nothing, 0), lse

@@ -98,8 +98,8 @@ VARIANTS = {
 }
 
 
-def seed_of(variant: Variant) -> torch.Tensor | None:
-    return SEED if variant.dropout_p else None
+def draws_of(variant: Variant) -> dense_tile.Draws | None:
+    return dense_tile.Draws(SEED) if variant.dropout_p else None
 
 
 def forward(
@@ -108,7 +108,7 @@ def forward(
     """Query, key and value by the tile; dropout with the one seed where the variant has any."""
     query, key, value = rows
     return dense_tile.forward(
-        query, key, value, variant, seed_of(variant), pair_block, masked, nan_safe
+        query, key, value, variant, draws_of(variant), pair_block, masked, nan_safe
     )
 
 
@@ -123,8 +123,8 @@ def backward(
     """The same for grad_output, query, key, value, lse and row_dot."""
     grad_output, query, key, value, lse, row_dot = rows
     return dense_tile.backward(
-        grad_output, query, key, value, lse, row_dot, variant, seed_of(variant), pair_block, masked,
-        nan_safe, wanted,
+        grad_output, query, key, value, lse, row_dot, variant, draws_of(variant), pair_block,
+        masked, nan_safe, wanted,
     )  # fmt: skip
 
 

@@ -40,6 +40,49 @@ class PairBlock(NamedTuple):
         return Coordinates(batch, head, query_row, kv_row, self.shift)
 
 
+class Draws(NamedTuple):
+    """What dropout draws by.
+
+    Attributes:
+        numbers: the table of `runtime/dropout.py`; None: rows are called what they are here.
+        first, step: where rows of queries, and of keys, begin in memory, and how many lie from one
+            batch entry to the next.
+        first_batch: the number of the first batch entry here.
+    """
+
+    seed: Tensor
+    numbers: Tensor | None = None
+    first: tuple[int, int] = (0, 0)
+    step: tuple[int, int] = (0, 0)
+    first_batch: int = 0
+
+    def kept(self, pair_block: PairBlock, dropout_p: float) -> Tensor:
+        """The pairs of a rectangle that are kept; the backward pass finds what the forward pass
+        drew."""
+        seed, numbers = int(self.seed), self.numbers
+
+        def draw() -> Tensor:
+            at = pair_block.coordinates()
+            if numbers is None:
+                return dropout.kept_range(
+                    seed, at.batch, at.head, at.query_row, pair_block.kv_rows, dropout_p
+                )
+            pairs = (at.batch, at.head, at.query_row, at.kv_row)
+            places = (
+                first + (at.batch - self.first_batch) * step + rows
+                for first, step, rows in zip(self.first, self.step, pairs[2:], strict=True)
+            )
+            return dropout.kept_rows(
+                seed, *dropout.in_whole(numbers, pairs, *places), dropout_p=dropout_p
+            )
+
+        key = seed, *self[2:], pair_block, dropout_p
+        return _drawn.get(key, () if numbers is None else (numbers,), draw)
+
+
+_drawn: Remembered[Tensor] = Remembered(MOST_DRAWN, Tensor.numel)
+
+
 class _Scored(NamedTuple):
     """A rectangle after its scores are known."""
 
@@ -53,7 +96,7 @@ def _score(
     query: Tensor,
     key: Tensor,
     variant: Variant,
-    seed: Tensor | None,
+    draws: Draws | None,
     pair_block: PairBlock,
     masked: bool,
     nonfinite: Tensor | None,
@@ -76,24 +119,9 @@ def _score(
     elif seen is not None:
         hide_(changed, seen)
     kept = None
-    if seed is not None:  # bytes become numbers ten times as fast as bools
-        kept = _kept(int(seed), pair_block, variant.dropout_p).view(torch.uint8).to(changed.dtype)
+    if draws is not None:  # bytes become numbers ten times as fast as bools
+        kept = draws.kept(pair_block, variant.dropout_p).view(torch.uint8).to(changed.dtype)
     return _Scored(changed, seen, kept, slopes)
-
-
-def _kept(seed: int, pair_block: PairBlock, dropout_p: float) -> Tensor:
-    """The pairs that are kept; the backward pass finds what the forward pass drew."""
-
-    def draw() -> Tensor:
-        at = pair_block.coordinates()
-        return dropout.kept_range(
-            seed, at.batch, at.head, at.query_row, pair_block.kv_rows, dropout_p
-        )
-
-    return _drawn.get((seed, pair_block, dropout_p), (), draw)
-
-
-_drawn: Remembered[Tensor] = Remembered(MOST_DRAWN, Tensor.numel)
 
 
 def _packed(rows: Tensor, key: Tensor) -> Tensor:
@@ -108,7 +136,7 @@ def forward(
     key: Float[Tensor, "batch kv_heads keys dim"],
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     variant: Variant,
-    seed: Tensor | None,
+    draws: Draws | None,
     pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
@@ -118,7 +146,7 @@ def forward(
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     query, key, value, nonfinite = _set_nonfinite_apart(query, key, value, nan_safe)
     scaled = query * variant.scale
-    scored = _score(scaled, key, variant, seed, pair_block, masked, nonfinite)
+    scored = _score(scaled, key, variant, draws, pair_block, masked, nonfinite)
     row_max = scored.changed.amax(-1, keepdim=True)
     row_max.masked_fill_(row_max == -torch.inf, 0)
     weights = scored.changed.sub_(row_max).exp_()
@@ -168,7 +196,7 @@ def backward(
     lse: Float[Tensor, "batch query_heads rows"],
     row_dot: Float[Tensor, "batch query_heads rows"],
     variant: Variant,
-    seed: Tensor | None,
+    draws: Draws | None,
     pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
@@ -189,7 +217,7 @@ def backward(
         query, key.to(wide), value.to(wide), nan_safe
     )
     scaled = query * variant.scale  # the smaller factor: scores are not passed over for it
-    scored = _score(scaled, key, variant, seed, pair_block, masked, nonfinite, wanted)
+    scored = _score(scaled, key, variant, draws, pair_block, masked, nonfinite, wanted)
     weights = scored.changed.sub_(lse.unsqueeze(-1)).exp_()
     if nan_safe and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)

@@ -162,7 +162,7 @@ def _in_dense_tiles(
     def piece(rows: PairBlock) -> tuple[Tensor, Tensor]:
         partials = [
             dense_tile.forward(
-                *_rows(dense, part), dense.variant, dense.seed, part, masked, nan_safe
+                *_rows(dense, part), dense.variant, dense.draws, part, masked, nan_safe
             )
             for part in segments.key_pieces(rows)
         ]
@@ -528,7 +528,7 @@ def _dense(
         rows.lse[queries],
         rows.row_dot[queries],
         dense.variant,
-        dense.seed,
+        dense.draws,
         pair_block,
         masked,
         nan_safe,

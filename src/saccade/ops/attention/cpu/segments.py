@@ -14,7 +14,7 @@ from torch import Tensor
 from saccade.modifiers.normal_form import is_causal
 from saccade.ops.attention.cpu import block_mask
 from saccade.ops.attention.cpu.block_mask import Run, TileSizes
-from saccade.ops.attention.cpu.dense_tile import PairBlock
+from saccade.ops.attention.cpu.dense_tile import Draws, PairBlock
 from saccade.runtime.arguments import OFFSETS
 from saccade.runtime.spec import Inputs, KernelConfig, LinearInputs, Variant
 
@@ -41,7 +41,7 @@ class DenseProblem(NamedTuple):
     key: Tensor
     value: Tensor
     sinks: Tensor | None
-    seed: Tensor | None
+    draws: Draws | None
     variant: Variant
     sizes: TileSizes
     first_kv: int = 0
@@ -64,7 +64,8 @@ class DenseProblem(NamedTuple):
             query_tile=config.query_tile or tiles[0],
             kv_tile=config.kv_tile or tiles[1],
         )
-        return DenseProblem(query, key, value, inputs.sinks, inputs.seed, variant, sizes)
+        draws = part.draws(inputs, sizes.query_len, sizes.kv_len)
+        return DenseProblem(query, key, value, inputs.sinks, draws, variant, sizes)
 
     @property
     def sees_nothing(self) -> bool:
@@ -74,7 +75,7 @@ class DenseProblem(NamedTuple):
     @property
     def fits_flash(self) -> bool:
         """Whether PyTorch's flash kernel can compute the inner tiles."""
-        plain = not self.variant.score and self.seed is None
+        plain = not self.variant.score and self.draws is None
         return plain and self.query.shape[-1] > 0 and self.value.shape[-1] > 0
 
     @property
@@ -169,6 +170,15 @@ class Segment(NamedTuple):
     batch: int
     query_tokens: slice | None  # None: the call is dense, and this part is all of it
     kv_tokens: slice | None
+
+    def draws(self, inputs: Inputs, query_len: int, kv_len: int) -> Draws | None:
+        """What dropout draws by in this part; None: nothing is dropped."""
+        if inputs.seed is None:
+            return None
+        if self.query_tokens is None or self.kv_tokens is None:
+            return Draws(inputs.seed, inputs.numbers)
+        first = self.query_tokens.start, self.kv_tokens.start
+        return Draws(inputs.seed, inputs.numbers, first, (query_len, kv_len), self.first_batch)
 
     def queries(self, tensor: Tensor) -> Tensor:
         """The part's rows of query, output, or their gradients."""

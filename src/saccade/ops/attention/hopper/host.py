@@ -104,7 +104,7 @@ class HopperForward:
         return forward
 
     def _of_lengths(self, inputs: Inputs, variant: Variant) -> HopperRecordedForward:
-        query, key, value, _, _, offsets, _ = inputs
+        query, key, value, _, _, offsets, *_ = inputs
         lengths = (  # as `lengths_of`, in the way of every call
             self, query.shape, key.shape, query.stride(), key.stride(), value.stride(),
             None if offsets is None else offsets.shape, configs.OVERRIDE,

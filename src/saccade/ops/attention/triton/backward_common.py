@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from saccade.gpu.kernel_args import kept
 from saccade.gpu.language import gdc_launch_dependents, tl, triton
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.rounding import restored
@@ -110,8 +109,8 @@ def differentiate(weights, grad_weights, row_dot, derivative, visible):
 @triton.jit
 def drop(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
     """What each weight is multiplied by, [queries, keys]: growth, or 0 where a pair is dropped."""
-    keep = kept(dropout, batch, head, query_rows, kv_start, KV_TILE)
-    return tl.where(keep, dropout.dropout_scale, 0.0)
+    keep = dropout.kept(dropout, batch, head, query_rows, kv_start, KV_TILE)
+    return tl.where(keep, dropout.data.dropout_scale, 0.0)
 
 
 # ---- backward preprocess -------------------------------------------------------------------------

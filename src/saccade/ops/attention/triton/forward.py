@@ -8,7 +8,6 @@ Source: FlashAttention-2 (Dao 2023), algorithm 1. docs/forward.md walks through 
 
 from __future__ import annotations
 
-from saccade.gpu.kernel_args import kept
 from saccade.gpu.language import is_hopper, tl, triton
 from saccade.gpu.online_softmax import (
     LN_2,
@@ -134,7 +133,7 @@ def attention_forward(
             weighted_sum = weighted_sum * rescale[:, None]
     divisor, natural_lse = finish_softmax(row_max, row_sum)
     if rules.dropout is not None:
-        divisor = divisor / rules.dropout.dropout_scale
+        divisor = divisor / rules.dropout.data.dropout_scale
     attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
     store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
     if residual is not None:
@@ -211,7 +210,7 @@ def fold_tile(
         scores, factor, row_max, row_sum, PARTIAL or rules.score is not None, rules.dropout is None
     )
     if rules.dropout is not None:
-        keep = kept(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
+        keep = rules.dropout.kept(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)
         weights = tl.where(keep, weights, 0.0)
     weighted_sum = tl.dot(  # [QUERY_TILE, VALUE_WIDTH]
         weights.to(value_tile.dtype), value_tile, weighted_sum * rescale[:, None],
