@@ -44,7 +44,7 @@ some hosts share it; on CPUs by gloo. The program starts its ranks itself, or is
   parallel_times.py --load causal --rows 262144 --rounds 3
   parallel_times.py --once                                each call once: fills the kernel cache
   parallel_times.py --ranks 2 --rows 256 --heads 4 2 --dim 16 --document 64     on a laptop
-  torchrun --nproc 8 tools/parallel_times.py --method gather ulysses
+  torchrun --nproc-per-node 8 tools/parallel_times.py --method gather ulysses
 """
 METHODS = ("gather", "ulysses", "ring")
 LOADS = ("causal", "documents")
