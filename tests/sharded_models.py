@@ -24,8 +24,8 @@ from worlds import joined, run_worlds
 from saccade.integrations.transformers import register, shard_sequences
 
 STEPS = 3
-MODELS = ("llama", "gpt_oss", "packed", "unsummed")
-GRAPHS = ("layers of gemma2", "inside of llama")
+MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped")
+GRAPHS = ("layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2")
 
 
 def batches(model: str) -> list[dict[str, Tensor]]:
@@ -45,9 +45,10 @@ def batches(model: str) -> list[dict[str, Tensor]]:
 
 
 def compile_inside(model: Any, part: str) -> None:
-    """Let graphs follow a model's layers, or all that is inside of its loss."""
+    """Let graphs follow a model's layers, all that is inside of its loss, or all of it."""
     torch.compiler.reset()
-    for module in [model.model] if part == "inside" else model.model.layers:
+    parts = {"layers": model.model.layers, "inside": [model.model], "whole": [model]}
+    for module in parts[part]:
         module.compile(backend="aot_eager", fullgraph=True)
 
 
@@ -56,7 +57,8 @@ def trained(name: str, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     part, _, of = name.rpartition(" of ")
     make = getattr(tiny_models, of, tiny_models.llama)
-    model: Any = make().float()
+    options = {"attention_dropout": 0.3} if name == "dropped" else {}
+    model: Any = make(**options).float()
     if world > 1:
         group = dist.group.WORLD
         model = shard_sequences(model, group, reduce_gradients=name != "unsummed")

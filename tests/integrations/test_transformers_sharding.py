@@ -16,8 +16,8 @@ import torch
 
 # transformers takes seconds to import: the processes alone do so.
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
-MODELS = ("llama", "gpt_oss", "packed", "unsummed")
-GRAPHS = ("layers of gemma2", "inside of llama")
+MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped")
+GRAPHS = ("layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2")
 STEPS = 3
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None
@@ -73,7 +73,7 @@ def test_losses_are_those_of_one_process(trained: dict[tuple[int, int], Any], na
 
 
 @pytest.mark.slow  # tracing takes most of a minute
-def test_graphs_inside_of_a_model_train_as_one_process(tmp_path: Path) -> None:
+def test_graphs_of_a_model_train_as_one_process(tmp_path: Path) -> None:
     trained = said_by(tmp_path, (1, 2), "--compiled")
     for name in GRAPHS:
         assert_as_alone(trained, name)

@@ -80,7 +80,8 @@ class AttentionStep(Protocol):
             [1, tokens, query_heads, value_dim].
 
         A step with a true attribute `layers_are_checked` has seen these layers before, so that
-        they are not checked again.
+        they are not checked again. One with a true attribute `takes_dropout` is told `dropout_p`,
+        the share of weights that a layer drops; before others such layers are refused.
         """
         ...
 
@@ -158,8 +159,12 @@ def attention_forward(  # breaks function-length: most of it is the docstring
     }
     cap = None if softcap is None else scores.softcap(softcap)
     if saccade_step is not None:
+        takes_dropout = getattr(saccade_step, "takes_dropout", False)
         if not getattr(saccade_step, "layers_are_checked", False):
-            _check_told(module, causal, sliding_window, dropout, position_bias)
+            refused = 0.0 if takes_dropout else dropout
+            _check_told(module, causal, sliding_window, refused, position_bias)
+        if takes_dropout:
+            shared["dropout_p"] = float(dropout)
         windowed = sliding_window is not None
         shared["mask"] = sliding_window_mask(sliding_window, True) if windowed else CAUSAL
         layer: Any = module.layer_idx

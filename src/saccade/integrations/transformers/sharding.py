@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import torch
@@ -33,21 +34,25 @@ NOT_SHARDED = (
 class ShardedRows:
     """What layers attend by: this rank's rows of a sequence, beside those of other ranks."""
 
-    def __init__(self, plan: parallel.Plan, documents: masks.Mask | None) -> None:
-        """plan: of a causal mask. documents: of sequences packed into one row, else None."""
-        self.plan, self.documents = plan, documents
+    takes_dropout = True
+
+    def __init__(self, plan: parallel.Plan, documents: masks.Mask | None, index: Tensor) -> None:
+        """plan: of a causal mask. documents: of sequences packed into one row, else None. index:
+        the rows of this rank, on the device of tokens."""
+        self.plan, self.documents, self.index = plan, documents, index
         self.plans: dict[Any, parallel.Plan] = {}
 
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, mask: masks.Mask,
         score: scores.Score | None, scale: float | None, sinks: Tensor | None,
+        dropout_p: float = 0.0,
     ) -> Tensor:  # fmt: skip
         """A layer's attention; see `AttentionStep`."""
         heads = query.shape[1], key.shape[1], query.shape[3], value.shape[3]
         plan = self.plan_of(mask, heads)
         output = parallel.attention(
             query, key, value, plan=plan, score=score, scale=scale, sinks=sinks,
-            reduce_gradients=False,
+            dropout_p=dropout_p, reduce_gradients=False,
         )  # fmt: skip
         return output.transpose(1, 2)
 
@@ -76,7 +81,9 @@ def shard_sequences(
     Args:
         model: one that attends by transformers' AttentionInterface, in causal layers, with or
             without sliding windows. It is changed in place. Layers that mix rows in other ways
-            (linear attention, convolutions) are refused; so is dropout of attention's weights.
+            (linear attention, convolutions) are refused. Attention drops the weights that one
+            process drops by the same seed of PyTorch's generator; what drops rows elsewhere draws
+            for this rank's rows alone.
         mesh: a `ProcessGroup` or a `DeviceMesh` of one dimension, as in `saccade.parallel.plan`.
         method: as in `saccade.parallel.plan`.
         reduce_gradients: whether gradients of parameters are summed over ranks as they come, in 32
@@ -120,7 +127,8 @@ class _Sharded:
     def __init__(self, model: Any, mesh: Any, method: str) -> None:
         self.model, self.mesh, self.method = model, mesh, method
         self.whole: Callable[..., Any] = model.forward
-        self.plans: dict[Any, parallel.Plan] = {}
+        self.known = SimpleNamespace()  # rows of batches where nothing is packed, by their shape
+        self.in_graphs: set[str] = set()  # the names of those that graphs read
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         self.sizes: dict[str, Any] = {
@@ -143,40 +151,61 @@ class _Sharded:
         _check(input_ids, labels, attention_mask, position_ids, options)
         assert input_ids is not None
         documents = _documents_of(position_ids)
-        plan = self.model.sequence_plan = self._plan(input_ids, documents)
+        # Dynamo makes numbers of what a range is as long as, and a graph of one shape by that.
+        batch, length = (len(range(size)) for size in input_ids.shape)
+        device = input_ids.device
+        if documents is None:
+            in_graph = torch.compiler.is_compiling()
+            rows = getattr(self.known, self._planned(batch, length, device, in_graph))
+        else:
+            rows = self._rows((batch, length), documents, device)
+        self.model.sequence_plan = rows.plan
         if position_ids is None:
-            position_ids = torch.arange(plan.length, device=input_ids.device)[None]
+            position_ids = torch.arange(length, device=device)[None]
         if labels is not None:
             shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
-            local = plan.shard(shifted, 1)
+            local = shifted.index_select(1, rows.index)
             options |= {
                 "labels": local, "shift_labels": local,
                 "num_items_in_batch": (shifted != IGNORED).sum(),
             }  # fmt: skip
-        rows = ShardedRows(plan, documents)
-        rows.plans = self.plans if documents is None else {}
-        for mask in self.masks:  # now, as a graph inside the model cannot plan
-            rows.plan_of(mask, self.heads)
         output = self.whole(
-            input_ids=plan.shard(input_ids, 1), position_ids=plan.shard(position_ids, 1),
+            input_ids=input_ids.index_select(1, rows.index),
+            position_ids=position_ids.index_select(1, rows.index),
             use_cache=False, saccade_step=rows, **options,
         )  # fmt: skip
         if labels is not None and self.group is not None:
             output.loss = _Total.apply(self.group, output.loss)
         return output
 
-    def _plan(self, input_ids: Tensor, documents: masks.Mask | None) -> parallel.Plan:
-        """The plan of a batch; of batches of one shape the same one, where nothing is packed."""
-        shape = tuple(input_ids.shape)
-        if documents is None and shape in self.plans:
-            return self.plans[shape]
+    @torch.compiler.assume_constant_result
+    def _planned(self, batch: int, length: int, device: torch.device, in_graph: bool) -> str:
+        """The name of what is known of batches of a shape where nothing is packed.
+
+        Dynamo calls it while it traces, as a graph cannot plan, and has what it gives, a name, in
+        the graph: which holds for that shape. So what a graph reads stays known.
+        """
+        name = f"rows of {batch}, {length} on {device}"
+        if name not in vars(self.known):
+            for old in vars(self.known).keys() - self.in_graphs:
+                delattr(self.known, old)  # plans of another length go
+            setattr(self.known, name, self._rows((batch, length), None, device))
+        if in_graph:
+            self.in_graphs.add(name)
+        return name
+
+    def _rows(
+        self, shape: tuple[int, int], documents: masks.Mask | None, device: torch.device
+    ) -> ShardedRows:
+        """What layers attend by, of batches of a shape."""
         plan = parallel.plan(
             documents, shape[1], self.mesh, causal=True, method=self.method, batch=shape[0],
             **self.sizes,
         )  # fmt: skip
-        if documents is None:
-            self.plans = {shape: plan}  # layers' plans of another length go
-        return plan
+        rows = ShardedRows(plan, documents, plan.rows.to(device))
+        for mask in self.masks:  # now, as a graph inside of the model cannot plan
+            rows.plan_of(mask, self.heads)
+        return rows
 
     def summed(self, gradient: Tensor) -> Tensor:
         """A parameter's gradient, summed over ranks."""
