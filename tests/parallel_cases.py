@@ -217,7 +217,8 @@ def _interpreted(group: Any) -> None:
 
 @case("the same pairs are dropped as by one process", cases=BOTH)
 def _same_pairs(group: Any) -> None:
-    rows, sizes = 48, {"query_heads": 4, "kv_heads": 4, "head_dim": 8, "batch": 2, "value_dim": 48}
+    rows = 48
+    sizes: Any = {"query_heads": 4, "kv_heads": 4, "head_dim": 8, "batch": 2, "value_dim": rows}
     query, key = torch.randn(2, 2, 4, rows, 8, device=DEVICE)
     value = torch.eye(rows, device=DEVICE).expand(2, 4, rows, rows).contiguous()  # weights
     documents = masks.documents(torch.arange(rows, device=DEVICE)[None] // 13)

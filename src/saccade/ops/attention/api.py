@@ -352,10 +352,10 @@ def attention_of_rows(
         options: mask, score, scale, dropout_p, deterministic, implementation and config, as in
             `attention`.
     """
-    query, key, value, sinks, seed, *offsets, _ = inputs
+    query, key, value, sinks, seed, offsets_q, offsets_k, _ = inputs
     implementation = options.pop("implementation")
     inputs, variant, problem, config = prepare(
-        query, key, value, *offsets, *longest, sinks=sinks, return_lse=True, **options
+        query, key, value, offsets_q, offsets_k, *longest, sinks=sinks, return_lse=True, **options
     )
     inputs = inputs._replace(seed=seed, numbers=numbers.table)
     variant = variant._replace(grouped=numbers.grouped)
