@@ -1,8 +1,8 @@
 """Masks: which pairs of a query row and a key row see each other.
 
 A mask is a plain function of (batch, head, query_row, kv_row) made of operators and `take`, with
-captured tensors and numbers. Masks combine with ``&``, ``|`` and ``~``. Every implementation uses
-the same definition.
+captured tensors and numbers. Masks combine with ``&``, ``|`` and ``~`` (inside torch.compile before
+torch 2.14 with ``mask.__invert__()`` for ``~``). Every implementation uses the same definition.
 
 Rows are numbered from 0 within their sequence. Aligned at the bottom right, the last query row
 and the last key row stand side by side (what generation with a cache wants); aligned at the top
@@ -452,6 +452,18 @@ NOTHING_HIDDEN = Mask("")
 AnyMask = Mask | Tensor | Callable[..., Any] | None
 
 
+def _of_function(body: Callable[..., Any]) -> Mask:
+    """The mask of a plain function, with the values that it reaches now."""
+    refuse_in_graphs("mask", body)
+    name = getattr(body, "__name__", "")
+    if name and globals().get(name) is body:
+        raise TypeError(
+            f"mask: got the function saccade.masks.{name}, takes the mask that it returns: "
+            f"write mask=saccade.masks.{name}(...)"
+        )
+    return MaskFunction(body, "top_left")()
+
+
 def as_mask(mask: AnyMask) -> Mask:
     """What the `mask` argument of an attention call stands for.
 
@@ -473,15 +485,12 @@ def as_mask(mask: AnyMask) -> Mask:
         return dense(mask)
     if isinstance(mask, MaskFunction):
         return mask()
-    refuse_in_graphs("mask", mask)
-    name = getattr(mask, "__name__", "")
-    if name and globals().get(name) is mask:
-        raise TypeError(
-            f"mask: got the function saccade.masks.{name}, takes the mask that it returns: "
-            f"write mask=saccade.masks.{name}(...)"
-        )
     if is_plain_function(mask):
-        return MaskFunction(mask, "top_left")()
+        if torch.compiler.is_dynamo_compiling():
+            from saccade.modifiers.outside_graphs import mask_of
+
+            return mask_of(_of_function, mask)
+        return _of_function(mask)
     advice = f"; write mask=saccade.masks.{mask}()" if mask == "causal" else ""
     raise TypeError(
         f"mask: got {type(mask).__name__} ({mask!r}), takes a saccade Mask such as "

@@ -217,6 +217,19 @@ NOTHING_CHANGED = Score("")
 AnyScore = Score | Callable[..., Any] | None
 
 
+def _of_function(body: Callable[..., Any]) -> Score:
+    """The score of a plain function, with the values that it reaches now."""
+    refuse_in_graphs("score", body)
+    name = getattr(body, "__name__", "")
+    if name and globals().get(name) is body:
+        raise TypeError(
+            f"score: got the function saccade.scores.{name}, takes the score that it returns: "
+            f"write score=saccade.scores.{name}(...)"
+        )
+    found = ScoreFunction(body, "top_left")()
+    return NOTHING_CHANGED if found.key == "score" else found
+
+
 def as_score(score: AnyScore) -> Score:
     """What the `score` argument of an attention call stands for.
 
@@ -229,16 +242,12 @@ def as_score(score: AnyScore) -> Score:
         return score
     if isinstance(score, ScoreFunction):
         return score()
-    refuse_in_graphs("score", score)
-    name = getattr(score, "__name__", "")
-    if name and globals().get(name) is score:
-        raise TypeError(
-            f"score: got the function saccade.scores.{name}, takes the score that it returns: "
-            f"write score=saccade.scores.{name}(...)"
-        )
     if not isinstance(score, Tensor) and is_plain_function(score):
-        found = ScoreFunction(score, "top_left")()
-        return NOTHING_CHANGED if found.key == "score" else found
+        if torch.compiler.is_dynamo_compiling():
+            from saccade.modifiers.outside_graphs import score_of
+
+            return score_of(_of_function, score)
+        return _of_function(score)
     advice = "; a tensor to add: saccade.scores.bias(tensor)" if isinstance(score, Tensor) else ""
     raise TypeError(
         f"score: got {type(score).__name__}, takes a saccade Score such as "

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -189,6 +190,63 @@ def test_a_function_that_reaches_numbers_is_refused_inside_a_graph():
     graph, _ = compiled(lambda query: attend(query, mask=reaching()))
     with pytest.raises(Exception, match="reaches width from outside, which a graph cannot follow"):
         graph(rows())
+
+
+ENDS, WIDTH = torch.tensor([5, LENGTH]), 7
+REACHING: dict[str, dict[str, Any]] = {
+    "mask": {"mask": lambda b, h, q, k: (q >= k) & (k < ENDS[h])},
+    "score": {"score": lambda s, b, h, q, k: s + ENDS[h] * k * 0.01},
+    "partial": {"mask": functools.partial(lambda ends, b, h, q, k: k < ends[h], ENDS)},
+    "of function": {"mask": masks.function(lambda b, h, q, k: (k < ENDS[h]) | (q - k > WIDTH))},
+    "of score function": {"score": scores.function(lambda s, b, h, q, k: s - k / ENDS[h])},
+}
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_a_function_that_reaches_tensors_breaks_the_graph(name):
+    options = REACHING[name]
+    graph, _ = compiled(lambda query: attend(query, **options), fullgraph=False)
+    before = ENDS.clone()
+    try:
+        for ends in ([5, LENGTH], [1, 9]):
+            ENDS.copy_(torch.tensor(ends))
+            torch.testing.assert_close(graph(rows()), attend(rows(), **options))
+    finally:
+        ENDS.copy_(before)
+
+
+@pytest.mark.parametrize("name", REACHING)
+def test_a_full_graph_says_how_a_function_becomes_a_part_of_it(name):
+    options = REACHING[name]
+    graph, _ = compiled(lambda query: attend(query, **options))
+    with pytest.raises(Exception, match=r"saccade\.(mask|score)s\.function\(the_function\)\(\)"):
+        graph(rows())
+    argument, function = next(iter(options.items()))
+    if not isinstance(function, (masks.MaskFunction, scores.ScoreFunction)):
+        function = {"mask": masks, "score": scores}[argument].function(function)
+    made = {argument: function()}
+    torch._dynamo.reset()
+    graph, counter = compiled(lambda query: attend(query, **made))
+    torch.testing.assert_close(graph(rows()), attend(rows(), **options))
+    assert counter.frame_count == 1
+
+
+def test_a_mask_is_inverted_inside_a_graph():
+    def function(query: Tensor, width: int) -> Tensor:
+        return attend(query, mask=masks.causal() & masks.window(width).__invert__())
+
+    graph, _ = compiled(function)
+    for width in (2, 3, 5):
+        wanted = attend(rows(), mask=masks.causal() & ~masks.window(width))
+        torch.testing.assert_close(graph(rows(), width), wanted)
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_an_inverted_mask_breaks_no_graph_from_torch_2_14_on(fullgraph):
+    if fullgraph and torch.__version__ < torch.torch_version.TorchVersion("2.14"):
+        pytest.skip("Dynamo follows ~ of a class of Python from torch 2.14 on")
+    graph, _ = compiled(lambda query: attend(query, mask=~masks.causal()), fullgraph)
+    torch.testing.assert_close(graph(rows()), attend(rows(), mask=~masks.causal()))
 
 
 @pytest.mark.parametrize("kind", ["causal", "documents", "blocks"])

@@ -85,9 +85,20 @@ def form_of(
     if -1 in form.tensors:
         raise TypeError(
             f"{name_of(function)} reads tensors from outside; inside torch.compile give them to "
-            "the function that masks.function or scores.function makes, or make the mask before"
+            "the function that masks.function or scores.function makes, or make the mask outside"
         )
     return form
+
+
+@constant
+def form_or_refusal(
+    function: Callable[..., Any], align: str, kinds: tuple[str, ...], *, score: bool
+) -> Form | str:
+    """The form of a function, or why it has none: an error of a constant is Dynamo's own."""
+    try:
+        return form_of(function, align, kinds, score=score)
+    except TypeError as error:
+        return str(error)
 
 
 def form_from(expression: Expression, found: Captured, unknowns: list[Any]) -> Form:
@@ -113,8 +124,8 @@ def _check_reach(function: Callable[..., Any]) -> None:
     if problem is not None:
         raise TypeError(
             f"{name_of(function)} {problem}, which a graph cannot follow; inside torch.compile "
-            "give values to the function that masks.function or scores.function makes, or make "
-            "the mask or score before"
+            "give values to the function that masks.function or scores.function makes, or write "
+            "mask = saccade.masks.function(the_function)() outside the compiled function"
         )
 
 
@@ -344,7 +355,14 @@ class ModifierFunction(Generic[Made]):
         """The mask or score, with these values."""
         kinds = tuple([kind_of(value) for value in captured])
         if torch.compiler.is_compiling():  # what follows is a constant to it, values are not
-            form = form_of(self.body, self.align, kinds, score=self.of_scores)
-            return self.makes(form.key, form.captured(captured))
+            form = form_or_refusal(self.body, self.align, kinds, score=self.of_scores)
+            if isinstance(form, Form):
+                return self.makes(form.key, form.captured(captured))
+            if not torch.compiler.is_dynamo_compiling():
+                raise TypeError(form)
+            from saccade.modifiers.outside_graphs import called
+
+            torch._dynamo.graph_break(msg=form)  # with fullgraph=True an error that says it
+            return called(self, captured)
         found, values = trace(self.body, self.align, captured, score=self.of_scores)
         return self.makes(key_of(found), values)

@@ -121,13 +121,19 @@ class Modifier:
         return f"{type(self).__name__}({written(self.key, self.captured)})"
 
 
+def refusal_in_graphs(argument: str) -> str:
+    """Why a graph has no plain function for a mask or score, and what to write instead."""
+    return (
+        f"{argument}: got a function inside torch.compile, whose values a graph cannot follow; "
+        f"write {argument} = saccade.{argument}s.function(the_function)() outside the compiled "
+        f"function, or give values to what saccade.{argument}s.function makes"
+    )
+
+
 def refuse_in_graphs(argument: str, value: Any) -> None:
-    """Refuse a plain function while torch.compile traces: a graph cannot follow what it reaches."""
+    """Refuse a plain function where a program is traced that must be whole, as by torch.export."""
     if torch.compiler.is_compiling() and is_plain_function(value):
-        raise TypeError(
-            f"{argument}: got a function inside torch.compile, whose values a graph cannot follow; "
-            f"make the {argument} before, or give values to what saccade.{argument}s.function makes"
-        )
+        raise TypeError(refusal_in_graphs(argument))
 
 
 def is_plain_function(value: Any) -> bool:
