@@ -25,15 +25,15 @@ from saccade.ops.delta_rule.api import (
     gated_delta_rule_step,
     gated_delta_rule_varlen,
 )
+from saccade.ops.linear_attention import api as linear_api
 from saccade.ops.linear_attention import validation as linear_validation
 from saccade.ops.linear_attention.api import (
-    LinearOptions,
     linear_attention,
     linear_attention_step,
     linear_attention_varlen,
 )
 from saccade.ops.paged_attention.api import attention_paged
-from saccade.runtime.arguments import OFFSETS, unknown_options, values_readable
+from saccade.runtime.arguments import OFFSETS, options_of, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
 from saccade.runtime.delta_spec import DeltaProblem
 from saccade.runtime.spec import Inputs, KernelConfig, LinearProblem, PagedInputs, Problem, Variant
@@ -216,7 +216,7 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     bound.apply_defaults()
     call = dict(bound.arguments)
     if unknown := call.pop("unknown", None):
-        raise unknown_options(unknown)
+        raise unknown_options(unknown, options_of(plain))
     with_offsets = attention_varlen, attention_fp8_varlen, linear_attention_varlen
     if plain in with_offsets and call["cu_seqlens_q"] is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
@@ -267,8 +267,7 @@ def _validated_paged(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelCon
 def _validated_linear(call: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
     """A call of linear attention, validated; of one step, as far as the choice looks at it."""
     options = call.pop("options", {})
-    if unknown := set(options) - set(LinearOptions.__annotations__):
-        raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
+    linear_api.check_options(options)
     arguments = {name: call[name] for name in call if name not in ("state", "state_index")}
     return linear_validation.prepare(**arguments, **options)[:4]
 

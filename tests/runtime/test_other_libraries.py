@@ -34,6 +34,67 @@ def test_options_of_others_are_answered(options, said):
             call()
 
 
+OF_ATTENTION = ("dropout_p", "return_max_logit", "deterministic")
+OF_FP8 = ("quantize", "smooth", "incoherent", "out_dtype", "query_scale", "key_scale", "config")
+PACKED = [rows[0].transpose(0, 1) for rows in ROWS]
+BETA = torch.rand(1, 2, 6)
+# Each public call that takes other names to answer them: its arguments, options that it has, and
+# names of other operations that it has not.
+ANSWERING = {
+    "attention": (ROWS, OF_ATTENTION, OF_FP8[:-1]),
+    "attention_varlen": (
+        (*PACKED, OFFSETS), (*OF_ATTENTION, "cu_seqlens_k", "max_seqlen_q"), OF_FP8[:-1],
+    ),
+    "attention_fp8": ([rows.bfloat16() for rows in ROWS], OF_FP8, OF_ATTENTION),
+    "attention_fp8_varlen": (
+        (*[rows.bfloat16() for rows in PACKED], OFFSETS), (*OF_FP8, "max_seqlen_k"), OF_ATTENTION,
+    ),
+    "linear_attention": (ROWS, ("decay", "eps", "key_lengths", "return_state"), ("mask", "beta")),
+    "linear_attention_varlen": (
+        (*PACKED, OFFSETS), ("decay", "eps", "return_state"), ("key_lengths", "mask"),
+    ),
+    "gated_delta_rule": (
+        (*ROWS, BETA), ("decay", "normalize_qk", "return_state", "config"), ("mask", "causal"),
+    ),
+    "gated_delta_rule_varlen": (
+        (*PACKED, BETA[0].T, OFFSETS), ("decay", "normalize_qk", "config"), ("mask", "causal"),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ANSWERING)
+def test_a_call_lists_its_own_options(name):
+    function = getattr(saccade, name)
+    given, takes, lacks = ANSWERING[name]
+
+    def refusals(**options):
+        for call in (function, lambda *rows, **each: saccade.explain(function, *rows, **each)):
+            with pytest.raises(TypeError) as error:
+                call(*given, **options)
+            yield str(error.value)
+
+    for text in refusals(foo=1):
+        assert text.startswith("foo: an unknown option; takes ")
+        listed = text.partition("takes ")[2].split(", ")
+        assert set(takes) <= set(listed) and not set(lacks) & set(listed)
+        assert len(listed) == len(set(listed))
+    for other in lacks:
+        for text in refusals(**{other: None}):
+            assert text.startswith(f"{other}: an unknown option")
+            assert f"write {other}=" not in text
+    for typed in takes:  # with a letter doubled
+        for text in refusals(**{f"{typed}{typed[-1]}": None}):
+            assert f"write {typed}=" in text
+
+
+def test_advice_names_no_option_of_another_operation():
+    rows = [each.bfloat16() for each in ROWS]
+    for name in ("dropout", "dropout_rate"):  # which attention calls dropout_p
+        with pytest.raises(TypeError, match="an unknown option") as error:
+            saccade.attention_fp8(*rows, **{name: 0.1})
+        assert "dropout_p" not in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import difflib
+import inspect
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -58,12 +59,27 @@ WRITE = {
 }
 
 
-def unknown_options(unknown: Mapping[str, Any]) -> TypeError:
-    """The error for options that an attention call does not have, with what to write instead."""
+def options_of(function: Callable[..., Any], shared: Iterable[str] = ()) -> tuple[str, ...]:
+    """The options of a public function by their names, with those that its `**options` may hold."""
+    found = inspect.signature(function).parameters.values()
+    named = [each.name for each in found if each.default is not each.empty]
+    names = dict.fromkeys((*shared, *named))
+    # Last what says how rows are packed or scaled.
+    return tuple(sorted(names, key=lambda name: "_seqlen" in name or "_scale" in name))
+
+
+def unknown_options(unknown: Iterable[str], takes: Sequence[str] = OPTIONS) -> TypeError:
+    """The error for options that a call does not have, with what to write instead.
+
+    takes: the names of its own options, see `options_of`.
+    """
     name = next(iter(unknown))
-    near = difflib.get_close_matches(name, OPTIONS, 1)
-    write = WRITE.get(name) or (f"{near[0]}=" if near else None)
-    advice = f"write {write}" if write else f"takes {', '.join(OPTIONS[:10])}"
+    write = WRITE.get(name)
+    if write is not None and "=" in write and write.partition("=")[0] not in takes:
+        write = None  # what another operation takes
+    near = difflib.get_close_matches(name, takes, 1)
+    write = write or (f"{near[0]}=" if near else None)
+    advice = f"write {write}" if write else f"takes {', '.join(takes)}"
     return TypeError(f"{name}: an unknown option; {advice}")
 
 

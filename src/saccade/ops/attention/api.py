@@ -16,7 +16,7 @@ from saccade.masks import AnyMask
 from saccade.modifiers.expression import Captured, num_captured
 from saccade.ops.attention import reference
 from saccade.runtime import arguments, backends, call_cache, shards
-from saccade.runtime.arguments import unknown_options
+from saccade.runtime.arguments import options_of, unknown_options
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import Arguments, Gradient, Operation
@@ -156,7 +156,7 @@ def attention(  # breaks function-length: most of it is the docstring
         >>> output.sum().backward()
     """
     if unknown:
-        raise unknown_options(unknown)
+        raise unknown_options(unknown, options_of(attention))
     arguments.check_flag("return_lse", return_lse)
     arguments.check_flag("return_max_logit", return_max_logit)
     if causal is not False:
@@ -303,7 +303,7 @@ def attention_varlen(  # breaks function-length: most of it is the docstring
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {arguments.OFFSETS}")
     if unknown:
-        raise unknown_options(unknown)
+        raise unknown_options(unknown, options_of(attention_varlen))
     arguments.check_flag("return_lse", return_lse)
     arguments.check_flag("return_max_logit", return_max_logit)
     if causal is not False:

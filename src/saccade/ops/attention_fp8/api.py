@@ -14,7 +14,7 @@ from saccade.ops.attention_fp8 import reference
 from saccade.ops.attention_fp8.custom_op import ATTENTION_FP8, check_no_gradient
 from saccade.ops.attention_fp8.validation import Fp8Options, prepare
 from saccade.runtime import arguments, backends, call_cache
-from saccade.runtime.arguments import unknown_options
+from saccade.runtime.arguments import options_of, unknown_options
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.fp8_spec import Fp8Inputs
 from saccade.runtime.shards import any_sharded
@@ -128,7 +128,7 @@ def attention_fp8(  # breaks function-length: most of it is the docstring
         torch.bfloat16
     """
     if unknown:
-        raise unknown_options(unknown)
+        raise unknown_options(unknown, options_of(attention_fp8))
     fp8 = Fp8Options(
         query_scale, key_scale, value_scale, quantize, incoherent, smooth, out_dtype
     )  # as they were given
@@ -220,8 +220,8 @@ DEFAULTS: dict[str, Any] = {
 
 def split_options(options: Mapping[str, Any]) -> tuple[Any, Fp8Options, dict[str, Any]]:
     """The option `causal`, those of fp8 and the others; an error for what is none of them."""
-    if unknown := {name: options[name] for name in options if name not in DEFAULTS}:
-        raise unknown_options(unknown)
+    if unknown := [name for name in options if name not in DEFAULTS]:
+        raise unknown_options(unknown, options_of(attention_fp8_varlen, Options.__annotations__))
     rest = {**DEFAULTS, **options}
     fp8 = Fp8Options(*[rest.pop(name) for name in Fp8Options._fields])
     return rest.pop("causal"), fp8, rest

@@ -16,7 +16,7 @@ from saccade.ops.delta_rule import custom_op, reference
 from saccade.ops.delta_rule.custom_op import DELTA, VALUES, delta_step_op
 from saccade.ops.delta_rule.validation import check_pool, check_wishes, prepare
 from saccade.runtime import backends, call_cache
-from saccade.runtime.arguments import OFFSETS
+from saccade.runtime.arguments import OFFSETS, options_of, unknown_options
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.delta_spec import DeltaInputs
 from saccade.runtime.shards import any_sharded
@@ -69,6 +69,7 @@ def gated_delta_rule(  # breaks function-length: most of it is the docstring
     return_state: bool = False,
     implementation: str | None = None,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Each token corrects what a state says of its key, and reads the state with its query.
 
@@ -121,6 +122,8 @@ def gated_delta_rule(  # breaks function-length: most of it is the docstring
         >>> output.shape, state.shape
         (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 16, 16]))
     """
+    if unknown:
+        raise unknown_options(unknown, options_of(gated_delta_rule))
     options: dict[str, Any] = {
         "decay": decay, "normalize_qk": normalize_qk, "scale": scale,
         "initial_state": initial_state, "return_state": return_state, "config": config,
@@ -196,9 +199,9 @@ def gated_delta_rule_varlen(
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse options that a packed call does not have."""
-    unknown = set(options) - set(DeltaOptions.__annotations__)
-    if unknown:
-        raise TypeError(f"gated_delta_rule_varlen: got the unknown arguments {sorted(unknown)}")
+    shared = DeltaOptions.__annotations__
+    if unknown := [name for name in options if name not in shared]:
+        raise unknown_options(unknown, options_of(gated_delta_rule_varlen, shared))
 
 
 def _call(

@@ -19,7 +19,7 @@ from saccade.ops.linear_attention.custom_op import LINEAR, VALUES, linear_step_o
 from saccade.ops.linear_attention.feature_scaling import Scaling
 from saccade.ops.linear_attention.validation import SIGNED_MAPS, STATE_SHAPES, prepare
 from saccade.runtime import backends, call_cache
-from saccade.runtime.arguments import OFFSETS
+from saccade.runtime.arguments import OFFSETS, options_of, unknown_options
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.spec import KernelConfig, LinearInputs, LinearResults, LinearState
 from saccade.runtime.state_pools import check_index, check_own_memory
@@ -80,6 +80,7 @@ def linear_attention(  # breaks function-length: most of it is the docstring
     return_state: bool = False,
     implementation: str | None = None,
     config: KernelConfig | Mapping[tuple[int, int], KernelConfig] | None = None,
+    **unknown: Any,
 ) -> Tensor | tuple[Tensor, LinearState]:
     """Each query row becomes the average of the values, weighted by products of features.
 
@@ -133,6 +134,8 @@ def linear_attention(  # breaks function-length: most of it is the docstring
         >>> output.shape, state.kv.shape
         (torch.Size([1, 4, 100, 16]), torch.Size([1, 4, 16, 16]))
     """
+    if unknown:
+        raise unknown_options(unknown, options_of(linear_attention))
     options: dict[str, Any] = {
         "causal": causal, "align": align, "feature_map": feature_map, "normalize": normalize,
         "eps": eps, "scale": scale, "decay": decay, "key_lengths": key_lengths,
@@ -199,13 +202,18 @@ def linear_attention_varlen(
     """
     if cu_seqlens_q is None:
         raise TypeError(f"cu_seqlens_q: got None, takes {OFFSETS}")
-    unknown = set(options) - set(LinearOptions.__annotations__)
-    if unknown:
-        raise TypeError(f"linear_attention_varlen: got the unknown arguments {sorted(unknown)}")
+    check_options(options)
     offsets = cu_seqlens_q, cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
     options["return_state"] = return_state
     rows = query, key, value
     return _call(linear_attention_varlen, rows, offsets, options, implementation)
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse options that a packed call does not have."""
+    shared = LinearOptions.__annotations__
+    if unknown := [name for name in options if name not in shared]:
+        raise unknown_options(unknown, options_of(linear_attention_varlen, shared))
 
 
 def _call(

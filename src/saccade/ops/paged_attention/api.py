@@ -19,7 +19,7 @@ from saccade.ops.attention.api import (
 )
 from saccade.ops.paged_attention import reference
 from saccade.runtime import arguments, backends, call_cache, shards
-from saccade.runtime.arguments import unknown_options
+from saccade.runtime.arguments import options_of, unknown_options
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.custom_op import Arguments, Operation, not_implemented
@@ -140,7 +140,7 @@ def attention_paged(  # breaks function-length: most of it is the docstring
         cu_seqlens_q, sinks, key_scales, value_scales, query_scale,
     )  # fmt: skip
     if unknown:
-        raise unknown_options(unknown)
+        raise unknown_options(unknown, options_of(attention_paged))
     arguments.check_flag("return_lse", return_lse)
     if causal is not False:
         mask = with_causal(mask, causal)
