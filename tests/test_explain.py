@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import saccade
-from saccade import KernelConfig, masks, scores
+from saccade import KernelConfig, LinearState, masks, scores
 from saccade.explain import costs
 from saccade.modifiers import evaluate
 from saccade.modifiers.evaluate import index_range
@@ -352,6 +352,69 @@ def test_linear_attention_refuses_what_the_calls_refuse():
     with pytest.raises(TypeError, match="cu_seqlens_q: got None"):
         varlen(*rows, None, offsets)
     assert varlen(*rows, offsets).problem.packed
+
+
+STATES = torch.zeros(16, 4, 32, 32, dtype=torch.bfloat16)
+ROW = [torch.zeros(2, 4, 1, 32)] * 3
+BYTES_OF_STATES: dict[str, Any] = {
+    # All entries of the pool that the step changes, read and written.
+    "delta step": (
+        lambda: saccade.explain(
+            saccade.gated_delta_rule_step, STATES[:2], *ROW, torch.rand(2, 4, 1)
+        ),
+        2 * 2 * 4 * 32 * 32 * 2,
+    ),
+    "delta step in a pool": (
+        lambda: saccade.explain(
+            saccade.gated_delta_rule_step, STATES.float(), *ROW, torch.rand(2, 4, 1),
+            state_index=torch.tensor([9, 3]),
+        ),
+        2 * 2 * 4 * 32 * 32 * 4,
+    ),
+    "linear step": (
+        lambda: saccade.explain(
+            saccade.linear_attention_step, LinearState(STATES[:2].float(), STATES[:2, ..., 0]), *ROW
+        ),
+        2 * 2 * 4 * 32 * (32 * 4 + 2),
+    ),
+    "delta rule": (
+        lambda: saccade.explain(
+            saccade.gated_delta_rule, *ROW, torch.rand(2, 4, 1), initial_state=STATES[:2],
+            return_state=True,
+        ),
+        2 * 4 * 32 * 32 * (2 + 4),
+    ),
+    "packed delta rule": (
+        lambda: saccade.explain(
+            saccade.gated_delta_rule_varlen, *[each[:, :, 0] for each in ROW], torch.rand(2, 4),
+            torch.tensor([0, 1, 2], dtype=torch.int32), initial_state=STATES[:2],
+        ),
+        2 * 4 * 32 * 32 * 2,
+    ),
+    "linear attention": (
+        lambda: saccade.explain(
+            saccade.linear_attention, *ROW, return_state=True,
+            initial_state=LinearState(STATES[:2].double(), STATES[:2, ..., 0].float()),
+        ),
+        2 * 4 * 32 * (32 * 8 + 4 + 33 * 4),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BYTES_OF_STATES)
+def test_states_are_bytes_that_are_moved(name):
+    found, states = BYTES_OF_STATES[name]
+    explanation = found()
+    assert explanation.bytes == explanation.problem.bytes + states
+
+
+def test_a_step_is_explained_as_it_would_be_refused():
+    with pytest.raises(TypeError, match="state: got NoneType, takes a floating-point tensor"):
+        saccade.explain(saccade.gated_delta_rule_step, None, *ROW, torch.rand(2, 4, 1))
+    with pytest.raises(ValueError, match="state_index: got an entry twice"):
+        state = LinearState(STATES, STATES[..., 0])
+        index = torch.tensor([1, 1])
+        saccade.explain(saccade.linear_attention_step, state, *ROW, state_index=index)
 
 
 def test_a_step_has_one_pass():

@@ -18,9 +18,9 @@ from saccade.modifiers.normal_form import described
 from saccade.ops.attention.api import attention, attention_varlen
 from saccade.ops.attention_fp8 import validation as fp8_validation
 from saccade.ops.attention_fp8.api import attention_fp8, attention_fp8_varlen, split_options
+from saccade.ops.delta_rule import api as delta_api
 from saccade.ops.delta_rule import validation as delta_validation
 from saccade.ops.delta_rule.api import (
-    check_options,
     gated_delta_rule,
     gated_delta_rule_step,
     gated_delta_rule_varlen,
@@ -36,7 +36,15 @@ from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import OFFSETS, options_of, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
 from saccade.runtime.delta_spec import DeltaProblem
-from saccade.runtime.spec import Inputs, KernelConfig, LinearProblem, PagedInputs, Problem, Variant
+from saccade.runtime.spec import (
+    Inputs,
+    KernelConfig,
+    LinearProblem,
+    PagedInputs,
+    Problem,
+    Variant,
+    accumulate_dtype,
+)
 from saccade.runtime.validation import prepare, prepare_paged, with_causal
 
 # Pairs that `explain` is ready to count one by one; larger problems are counted by sampling rows.
@@ -55,7 +63,8 @@ class Explanation:
         visible_pairs: pairs that the mask lets through, over all batch entries and heads; None for
             linear attention and the gated delta rule, which have no pairs.
         flops: operations of a forward pass over them; of those two, in chunks of 64 rows.
-        bytes: bytes that a forward pass moves at least.
+        bytes: bytes that a forward pass moves at least, states included: a step reads and writes
+            those that it changes.
     """
 
     problem: Any  # Problem, LinearProblem or DeltaProblem
@@ -223,12 +232,13 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     if plain is gated_delta_rule_varlen and call["cu_seqlens"] is None:
         raise TypeError(f"cu_seqlens: got None, takes {OFFSETS}")
     implementation = call.pop("implementation")
+    given = {**call, **call.get("options", {})}
     inputs, variant, problem, config = validation.validate(call)
     choices = [explained(problem, implementation, of) for of in validation.passes]
     forward, backward = (*choices, None)[:2]
     assert forward is not None
     if isinstance(problem, (LinearProblem, DeltaProblem)):
-        costs = None, problem.flops, problem.bytes
+        costs = None, problem.flops, problem.bytes + _state_bytes(given, problem)
     else:
         pairs = _visible_pairs(inputs, variant, problem)
         costs = pairs, problem.flops(pairs), problem.bytes
@@ -265,19 +275,43 @@ def _validated_paged(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelCon
 
 
 def _validated_linear(call: dict[str, Any]) -> tuple[Any, Any, LinearProblem, KernelConfig | None]:
-    """A call of linear attention, validated; of one step, as far as the choice looks at it."""
+    """A call of linear attention or of its step, validated."""
     options = call.pop("options", {})
     linear_api.check_options(options)
-    arguments = {name: call[name] for name in call if name not in ("state", "state_index")}
-    return linear_validation.prepare(**arguments, **options)[:4]
+    if "state" in call:
+        return linear_api.prepare_step(**call)[1][:4]
+    return linear_validation.prepare(**call, **options)[:4]
 
 
 def _validated_delta(call: dict[str, Any]) -> tuple[Any, Any, DeltaProblem, KernelConfig | None]:
-    """A call of the gated delta rule, validated; of one step, as far as the choice looks at it."""
+    """A call of the gated delta rule or of its step, validated."""
     options = call.pop("options", {})
-    check_options(options)
-    arguments = {name: call[name] for name in call if name not in ("state", "state_index")}
-    return delta_validation.prepare(**arguments, **options)
+    delta_api.check_options(options)
+    if "state" in call:
+        return delta_api.prepare_step(**call)[1]
+    return delta_validation.prepare(**call, **options)
+
+
+def _state_bytes(given: dict[str, Any], problem: LinearProblem | DeltaProblem) -> int:
+    """Bytes of the states of a validated call: read where given, written where asked for."""
+    if "state" in given:
+        sums, index = _sums(given["state"]), given["state_index"]
+        entries = sums[0].shape[0] if index is None else index.shape[0]
+        return 2 * entries * sum(each.shape[1:].numel() * each.itemsize for each in sums)
+    read = sum(each.numel() * each.itemsize for each in _sums(given.get("initial_state")))
+    if not given["return_state"]:
+        return read
+    heads, columns = problem.value_heads, problem.value_dim
+    if isinstance(problem, LinearProblem):
+        heads, columns = max(problem.key_heads, heads), columns + 1  # and the sum of keys
+    written = problem.batch * heads * problem.head_dim * columns
+    return read + written * accumulate_dtype(problem.dtype).itemsize
+
+
+def _sums(state: Any) -> list[Tensor]:
+    """The tensors of a state."""
+    parts = (state,) if isinstance(state, Tensor) else state or ()
+    return [each for each in parts if each is not None]
 
 
 class Validation(NamedTuple):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from saccade.runtime.arguments import integers, values_readable
@@ -9,10 +11,30 @@ from saccade.runtime.arguments import integers, values_readable
 
 def check_own_memory(name: str, tensor: Tensor) -> None:
     """Refuse a tensor of which several numbers share their memory."""
-    if any(n > 1 and stride == 0 for n, stride in zip(tensor.shape, tensor.stride(), strict=True)):
-        raise ValueError(
-            f"{name}: got an expanded tensor, takes one whose numbers all have memory of their own"
-        )
+    if tensor.is_contiguous() or tensor.numel() == 0:
+        return
+    takes = "takes one whose numbers all have memory of their own"
+    shape, strides = tensor.shape, tensor.stride()
+    if any(n > 1 and stride == 0 for n, stride in zip(shape, strides, strict=True)):
+        raise ValueError(f"{name}: got an expanded tensor, {takes}")
+    if not _apart(shape, strides):
+        raise ValueError(f"{name}: got strides {tuple(strides)} for {tuple(shape)}, {takes}")
+
+
+def _apart(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether each stride passes all that dimensions of smaller strides reach.
+
+    So it is in all slices and permutations of memory of their own; where it is not, numbers
+    overlap, but for layouts that nothing but `as_strided` makes.
+    """
+    for dim, (size, stride) in enumerate(zip(shape, strides, strict=True)):
+        reach = 0
+        for other, (length, step) in enumerate(zip(shape, strides, strict=True)):
+            if step < stride or (step == stride and other > dim):
+                reach += (length - 1) * step
+        if size > 1 and stride <= reach:
+            return False
+    return True
 
 
 def check_index(pool: Tensor, query: Tensor, state_index: Tensor | None) -> Tensor | None:

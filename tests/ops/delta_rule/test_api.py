@@ -101,7 +101,13 @@ def test_a_step_refuses_by_name() -> None:
         (pool, {"state_index": torch.tensor([1, 5])}, "state_index: got 1 to 5, takes 0 to 4"),
         (pool, {"state_index": torch.tensor([1.0, 2.0])}, "state_index: got torch.float32"),
         (pool[:2].requires_grad_(), {}, "got tensors that require gradients, takes none"),
-        (None, {}, "state: got NoneType, takes a tensor"),
+        (None, {}, "state: got NoneType, takes a floating-point tensor"),
+        (pool[:2].long(), {}, r"state: got torch.int64, takes a floating-point tensor \["),
+        (
+            torch.zeros(1000).as_strided((2, 4, 16, 8), (64, 128, 8, 1)),  # heads lie in entries
+            {},
+            r"state: got strides \(64, 128, 8, 1\) for .* takes one whose numbers all have memory",
+        ),
     ):
         with pytest.raises((TypeError, ValueError, NotImplementedError), match=message):
             step(state, **one_token(**changes))

@@ -64,6 +64,12 @@ def as_functions(one: Any) -> tuple[Any, Any]:
     return tuple(named.get(part, part) if isinstance(part, str) else part for part in pair)  # type: ignore[return-value]
 
 
+def overlapping(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of this shape whose entries lie one number apart."""
+    strides = (1, *tensor.stride()[1:])
+    return torch.zeros(tensor.numel() + len(tensor)).as_strided(tensor.shape, strides)
+
+
 class TestFeatureMaps:
     @pytest.mark.parametrize("name", list(MAPS))
     def test_against_the_definition(self, name: str) -> None:
@@ -328,6 +334,8 @@ class TestRefusals:
         for state, message in (
             (LinearState(kv, key_sum[:1]), "state.key_sum: got 1 entries, takes kv's 2"),
             (LinearState(kv[:1].expand_as(kv), key_sum), "state.kv: got an expanded tensor"),
+            (LinearState(overlapping(kv), key_sum), r"state.kv: got strides .*memory of their own"),
+            (LinearState(kv, overlapping(key_sum)), r"state.key_sum: got strides .*own"),
             (LinearState(kv[0], key_sum), "state.kv: got shape"),
             (LinearState(kv, key_sum), "state.log_scale: got None"),
         ):
@@ -342,6 +350,9 @@ class TestRefusals:
             saccade.linear_attention_step(
                 LinearState(kv, key_sum, units), *rows, feature_map=feature_maps.Favor(8)
             )
+        for whole in (LinearState(kv.long(), key_sum), LinearState(kv, key_sum.long())):
+            with pytest.raises(TypeError, match=r"got torch\.int64, takes a floating-point tensor"):
+                saccade.linear_attention_step(whole, *rows)
         with pytest.raises(TypeError, match=r"state\.kv: got NoneType"):
             saccade.linear_attention_step(LinearState(None, key_sum), *rows, state_index=index)  # type: ignore[arg-type]
         with pytest.raises(NotImplementedError, match="in place"):

@@ -14,7 +14,7 @@ from typing_extensions import Unpack
 
 from saccade.ops.delta_rule import custom_op, reference
 from saccade.ops.delta_rule.custom_op import DELTA, VALUES, delta_step_op
-from saccade.ops.delta_rule.validation import check_pool, check_wishes, prepare
+from saccade.ops.delta_rule.validation import Prepared, check_pool, check_wishes, prepare
 from saccade.runtime import backends, call_cache
 from saccade.runtime.arguments import OFFSETS, options_of, unknown_options
 from saccade.runtime.call_cache import CheckedCall
@@ -300,11 +300,7 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
     if any_sharded(*tensors.values(), state):
         options |= {"state_index": state_index, "implementation": implementation}
         return custom_op.step_on_shards(gated_delta_rule_step, state, tensors, options)
-    check_pool(state)
-    index = check_index(state, query, state_index)
-    # Its entries, as far as they are looked at before the step: no numbers.
-    here = state if index is None else state.new_empty(()).expand(index.shape[0], *state.shape[1:])
-    prepared = prepare(query, key, value, beta, initial_state=here, state_name="state", **options)
+    index, prepared = prepare_step(state, *tensors.values(), state_index=state_index, **options)
     if implementation == "reference":
         raise NotImplementedError(
             "implementation: reference: it changes nothing in place; call gated_delta_rule with "
@@ -315,3 +311,24 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
     call_cache.keep(call_key, checked)
     inputs = prepared.inputs._replace(initial_state=None)
     return delta_step_op(state, index, *inputs, *VALUES.flatten(checked))
+
+
+def prepare_step(
+    state: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    beta: Tensor,
+    *,
+    state_index: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor | None, Prepared]:
+    """Check the arguments of a step; gives the index of its states and the rest for the choice."""
+    check_wishes(state, query, key, value, beta, options.get("decay"))
+    check_pool(state)
+    index = check_index(state, query, state_index)
+    # Its entries, as far as they are looked at before the step: no numbers.
+    here = state if index is None else state.new_empty(()).expand(index.shape[0], *state.shape[1:])
+    return index, prepare(
+        query, key, value, beta, initial_state=here, state_name="state", **options
+    )

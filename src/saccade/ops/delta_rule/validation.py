@@ -182,7 +182,7 @@ def check_wishes(*tensors: object) -> None:
 
 def check_pool(state: object) -> None:
     """Refuse states that are not one for each entry of the pool, in memory of its own."""
-    takes = f"a tensor {STATE_SHAPE}"
+    takes = f"a floating-point tensor {STATE_SHAPE}"
     check_floating_point("state", state, takes)
     assert isinstance(state, Tensor)
     if state.dim() != 4:

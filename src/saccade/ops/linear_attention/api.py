@@ -17,9 +17,14 @@ from typing_extensions import Unpack
 from saccade.ops.linear_attention import custom_op, reference
 from saccade.ops.linear_attention.custom_op import LINEAR, VALUES, linear_step_op
 from saccade.ops.linear_attention.feature_scaling import Scaling
-from saccade.ops.linear_attention.validation import SIGNED_MAPS, STATE_SHAPES, prepare
+from saccade.ops.linear_attention.validation import (
+    SIGNED_MAPS,
+    STATE_SHAPES,
+    Prepared,
+    prepare,
+)
 from saccade.runtime import backends, call_cache
-from saccade.runtime.arguments import OFFSETS, options_of, unknown_options
+from saccade.runtime.arguments import OFFSETS, check_floating_point, options_of, unknown_options
 from saccade.runtime.call_cache import CheckedCall
 from saccade.runtime.spec import KernelConfig, LinearInputs, LinearResults, LinearState
 from saccade.runtime.state_pools import check_index, check_own_memory
@@ -332,16 +337,11 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         }  # fmt: skip
         tensors = {"query": query, "key": key, "value": value}
         return custom_op.step_on_shards(linear_attention_step, state, tensors, options)
-    _check_pools(state)
-    index = check_index(state.kv, query, state_index)
-    here = state if index is None else _picked(state, index)
-    prepared = prepare(
-        query, key, value,
+    index, prepared = prepare_step(
+        state, query, key, value, state_index=state_index,
         feature_map=feature_map, normalize=normalize, eps=eps, scale=scale, decay=decay,
-        initial_state=here, state_name="state",
     )  # fmt: skip
     inputs, variant, problem, _, scaling = prepared
-    _check_gradients("features", inputs.query, inputs.key)  # of a map with parameters
     if implementation == "reference":
         raise NotImplementedError(
             "implementation: reference: it changes nothing in place; call linear_attention with "
@@ -359,6 +359,25 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         into = slice(None) if index is None else index
         state.log_scale[into] = scaling.state.to(state.log_scale.dtype)
     return scaling.finished(output, inputs, variant.normalize)
+
+
+def prepare_step(
+    state: LinearState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    state_index: Tensor | None,
+    **options: Any,
+) -> tuple[Tensor | None, Prepared]:
+    """Check the arguments of a step; gives the index of its states and the rest for the choice."""
+    _check_wishes(state, query, key, value, options.get("decay"))
+    _check_pools(state)
+    index = check_index(state.kv, query, state_index)
+    here = state if index is None else _picked(state, index)
+    prepared = prepare(query, key, value, initial_state=here, state_name="state", **options)
+    _check_gradients("features", *prepared.inputs[:2])  # of a map with parameters
+    return index, prepared
 
 
 def _picked(state: LinearState, index: Tensor) -> LinearState:
@@ -407,9 +426,8 @@ def _check_pools(state: LinearState) -> None:
     for field, tensor in zip(state._fields, state, strict=True):
         if tensor is None and field == "log_scale":
             continue
-        takes = f"a tensor {STATE_SHAPES[field]}"
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"state.{field}: got {type(tensor).__name__}, takes {takes}")
+        takes = f"a floating-point tensor {STATE_SHAPES[field]}"
+        check_floating_point(f"state.{field}", tensor, takes)
         if tensor.dim() != takes.count(",") + 1:
             raise ValueError(f"state.{field}: got shape {tuple(tensor.shape)}, takes {takes}")
         sizes.append(tensor.shape[0])
