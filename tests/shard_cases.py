@@ -380,8 +380,8 @@ def _refusals(mesh: Any) -> None:
     packed = place(drawn(12, 4, 8), Shard(0))
     refused(ValueError, "query: got the placement S(0), takes Shard(1) (heads) or Replicate()",
             lambda: attention_varlen(packed, packed, packed, OFFSETS))  # fmt: skip
-    none = [None] * 4
-    plain = [[], [], [], "", "", 0.3, 0.0, [0, 0, 0, 0], False, False, False, "cpu", "cpu"]
+    none = [None] * 5
+    plain = [[], [], [], "", "", 0.3, 0.0, [0, 0, 0, 0], *[False] * 4, "cpu", "cpu"]
     refused(NotImplementedError, "saccade.attention.default does not have a sharding strategy",
             lambda: torch.ops.saccade.attention(*[by_heads] * 3, *none, *plain))  # fmt: skip
     mapped = torch.nn.Linear(8, 8).double()
