@@ -3,6 +3,7 @@
 import pytest
 import served
 import torch
+import transformers
 from torch import nn
 
 import saccade
@@ -96,6 +97,138 @@ def test_a_step_that_fails_changes_nothing(part, monkeypatch):
         found = served.tokens_of([each.result() for each in completions])
         assert found == [wanted[0], *wanted]
         served.assert_nothing_is_held(engine)
+
+
+def failing_from(patch, position, error):
+    """The model fails in every pass that has a row there or behind it."""
+    model = served.model("llama")
+    real = model.forward
+
+    def forward(**options):
+        if int(options["position_ids"].max()) >= position:
+            raise error()
+        return real(**options)
+
+    patch.setattr(model, "forward", forward)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("position", [35, 20, 16])
+def test_a_request_whose_steps_always_fail_ends_and_others_go_on(ahead, position, monkeypatch):
+    short = [prompt for prompt in served.prompts() if len(prompt) + NEW <= 14]
+    wanted = [served.uncached("llama", tuple(prompt), NEW) for prompt in short]
+    engine = served.engine(num_pages=64, run_ahead=ahead)
+    failing_from(monkeypatch, position, Broken)
+    before = [engine.submit(prompt, **GREEDY) for prompt in short[:2]]
+    samples = engine.submit_samples(served.prompts()[3], 2, **GREEDY)  # of 33 tokens
+    after = engine.generate(short[2:], **GREEDY)  # which waits, and is not at fault
+    assert served.tokens_of([*(each.result() for each in before), *after]) == wanted
+    for each in samples:
+        with pytest.raises(Broken):
+            each.result()
+        assert each.statistics.reason == "error"
+    served.assert_nothing_is_held(engine)
+
+
+def test_three_steps_that_fail_end_a_request_and_two_do_not(monkeypatch):
+    prompts = served.prompts()
+    engine, wanted = served.engine(num_pages=64), served.wanted("llama", NEW)
+    with monkeypatch.context() as patch:
+        failing_from(patch, 35, Broken)
+        sound, at_fault = (engine.submit(prompts[n], **GREEDY) for n in (1, 3))
+        assert run_through(engine) == 3
+    assert (sound.statistics.reason, at_fault.statistics.reason) == ("length", "error")
+    assert sound.result().tokens == wanted[1]
+    with monkeypatch.context() as patch:
+        failing_from(patch, 35, Broken)
+        sound, at_fault = (engine.submit(prompts[n], **GREEDY) for n in (1, 3))
+        failed = 0
+        while failed < 2:
+            try:
+                engine.step()
+            except Broken:
+                failed += 1
+    assert served.tokens_of([each.result() for each in (sound, at_fault)]) == [wanted[1], wanted[3]]
+    served.assert_nothing_is_held(engine)
+
+
+def test_interrupts_end_no_request_however_many_come(monkeypatch):
+    engine = served.engine(num_pages=64)
+    asked = engine.submit(served.prompts()[3], **GREEDY)
+    with monkeypatch.context() as patch:
+        failing_from(patch, 0, KeyboardInterrupt)
+        for _ in range(10):
+            with pytest.raises(KeyboardInterrupt):
+                engine.step()
+    assert asked.result().tokens == served.wanted("llama", NEW)[3]
+
+
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_where_every_step_fails_every_request_ends(preemption, monkeypatch):
+    engine = served.engine(num_pages=13, preemption=preemption)
+    completions = [engine.submit(prompt, **GREEDY) for prompt in served.prompts()]
+    for _ in range(6):
+        engine.step()
+    with monkeypatch.context() as patch:
+        failing_from(patch, 0, Broken)
+        unfinished = [each for each in completions if not each.done]
+        assert unfinished
+        for each in unfinished:
+            with pytest.raises(Broken):
+                each.result()
+    served.assert_nothing_is_held(engine)
+    generated = engine.generate(served.prompts()[:2], **GREEDY)
+    assert served.tokens_of(generated) == served.wanted("llama", NEW)[:2]
+
+
+def test_a_model_that_was_changed_keeps_nobody_waiting(monkeypatch):
+    engine = served.engine(num_pages=64)
+    waiting = engine.submit(served.prompts()[1], **GREEDY)
+
+    def changed(**options):
+        raise Broken
+
+    monkeypatch.setattr(engine._model, "seems_same", lambda: False)
+    monkeypatch.setattr(engine._model, "check_same", changed)
+    with pytest.raises(Broken):
+        waiting.result()
+    served.assert_nothing_is_held(engine)
+
+
+def table_models():
+    """Models that look positions up in a table of 32, some behind rows of another meaning."""
+    sizes = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    torch.manual_seed(0)
+    gpt2 = transformers.GPT2Config(
+        vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1,
+        eos_token_id=2,
+    )  # fmt: skip
+    opt = transformers.OPTConfig(
+        **sizes, hidden_size=32, word_embed_proj_dim=32, ffn_dim=48, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=32,
+    )  # fmt: skip
+    return [transformers.GPT2LMHeadModel(gpt2), transformers.OPTForCausalLM(opt)]
+
+
+@pytest.mark.parametrize("model", table_models(), ids=lambda model: type(model).__name__)
+def test_more_tokens_than_a_table_has_positions_are_refused(model):
+    for length in (33, 100):
+        with pytest.raises(
+            ValueError, match=f"max_length: got {length}, takes at most 32, which the model has"
+        ):
+            served.engine_of(model, num_pages=64, page_size=4, max_length=length)
+    engine = served.engine_of(model, num_pages=64, page_size=4)
+    assert engine.max_length == 32
+    prompt = [5, 6, 7]
+    generated = engine.generate(prompt, max_new_tokens=29, stop_tokens=())[0]
+    assert len(generated.tokens) == 29
+    model.config.max_position_embeddings = 64  # the table tells, whatever the settings say
+    assert served.engine_of(model, num_pages=64, page_size=4).max_length == 32
+
+
+def test_rotations_go_on_beyond_the_model_s_own_length():
+    longest = served.model("llama").config.max_position_embeddings
+    assert served.engine(max_length=3 * longest).max_length == 3 * longest
 
 
 def test_a_request_whose_logits_are_nan_fails_alone(monkeypatch):

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -302,14 +303,9 @@ def test_a_step_that_fails_once_is_taken_again_and_one_that_always_fails_is_answ
         wanted = alone(loaded, "def ", max_new_tokens=12).text
         assert server.client.completions.create(prompt="def ", **GREEDY).choices[0].text == wanted
 
-        def broken() -> bool:
-            real()
-            raise RuntimeError("out of luck")
-
-        server.engine.step = broken
-        with pytest.raises(openai.InternalServerError, match="the model failed: out of luck"):
+        broken = mock.patch.object(saccade, "attention_paged", side_effect=RuntimeError("no luck"))
+        with broken, pytest.raises(openai.InternalServerError, match="the model failed: no luck"):
             server.client.completions.create(prompt="def ", **GREEDY)
-        server.engine.step = real
         assert server.client.completions.create(prompt="def ", **GREEDY).choices[0].text == wanted
 
 

@@ -15,6 +15,7 @@ from saccade.serving.decode_steps import Decoder, read_batch_sizes, why_eager
 from saccade.serving.decoding import Lanes, Sampling, TextStream, Tokenizer, check_number
 from saccade.serving.merged_products import check_merged, read_merge
 from saccade.serving.model import PackedModel
+from saccade.serving.positions import read_max_length
 from saccade.serving.prompt_steps import PromptSteps, read_prompt_sizes
 from saccade.serving.rank_workers import FollowingWorker, worker_for
 from saccade.serving.ranks import Arrival, read_ranks
@@ -59,7 +60,8 @@ class Engine:
         page_dtype: of the pages (float8_e4m3fn and int8 too); the model's unless given.
         max_batch_tokens: tokens of one step; longer prompts are read in chunks.
         max_sequences: requests that run at once.
-        max_length: tokens of a prompt and what follows it. None: the model's limit.
+        max_length: tokens of a prompt and what follows it, at most as many as the model has
+            positions for, if it looks them up in a table. None: the model's limit.
         preemption: "swap" moves the pages of a request that must wait to host memory,
             "recompute" gives them up.
         host_pages: the same of host memory, which beside a GPU is page-locked. None: none with
@@ -146,10 +148,7 @@ class Engine:
         self._ranks = read_ranks(model, rank_timeout, merge_products is True)
         self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
-        if max_length is None:
-            max_length = self._model.longest or 2**20
-        check_number("max_length", max_length, least=2)
-        self.max_length = max_length
+        self.max_length = max_length = read_max_length(self._model, max_length)
         self.cache = make_capacity(
             capacity, self._model, sequences=max_sequences, longest=max_length,
             rows=max_batch_tokens, swaps=preemption == "swap", ranks=self._ranks,
@@ -256,7 +255,8 @@ class Engine:
             samples.append(self._request(next(self._arrivals), tokens, sampling, limits))
         leader, *leader.followers = samples
         self._worker.submit(leader)
-        return [Completion(request, self.step, self._worker.cancel) for request in samples]
+        worker = self._worker
+        return [Completion(request, worker.step_on, worker.cancel) for request in samples]
 
     def generate(
         self, prompts: Prompt | Iterable[Prompt], **options: Unpack[RequestOptions]
@@ -284,7 +284,9 @@ class Engine:
         """Take one step; False if there was nothing to do.
 
         An exception loses no request, in whichever line it comes: with the next call all begin
-        again, from what they have written so far.
+        again, from what they have written so far. After an error (not an interrupt) requests that
+        took part have steps alone at first, and one of which three fail on end is done, for the
+        reason "error".
         """
         self._check_rank("step")
         return self._worker.step()

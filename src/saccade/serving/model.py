@@ -480,17 +480,21 @@ class PackedModel:
         return logits
 
     @torch.inference_mode()
-    def probe(self, rows: int) -> dict[LayerCall, LayerShape]:
+    def probe(self, rows: int, first: int = 0) -> dict[LayerCall, LayerShape]:
         """What each call of an attention layer keeps, from a pass over so many rows.
+
+        Args:
+            first: the position of the first of them.
 
         Raises:
             ValueError: if the model does not take them, or attends otherwise.
         """
         probe = Probe()
         numbers = torch.arange(rows, device=self.device)
+        positions = (numbers + first)[None]
         takes = "takes one whose attention goes through transformers' AttentionInterface"
         try:
-            logits = self._call(probe, torch.zeros_like(numbers)[None], numbers[None], numbers[-1:])
+            logits = self._call(probe, torch.zeros_like(numbers)[None], positions, numbers[-1:])
         except Exception as error:
             raise ValueError(
                 f"model: got {self.name}, which fails with packed rows ({error}); {takes}"

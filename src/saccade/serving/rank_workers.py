@@ -27,6 +27,8 @@ class RankWorker(Worker):
     A step that one rank has left halfway cannot be begun again: the others are in the middle of it.
     """
 
+    tries_again = False
+
     def __init__(self, ranks: Ranks, *parts: Any, ahead: bool):
         super().__init__(*parts, ahead=ahead)
         self._ranks, self._drawn = ranks, 0
@@ -37,6 +39,9 @@ class RankWorker(Worker):
         held = len(scheduler.running), len(scheduler.waiting) + len(self._submitted)
         done = counts.steps, counts.rows, counts.done, scheduler.preemptions
         return zlib.crc32(repr((self._drawn, held, done, self._cache.available())).encode())
+
+    def _blame(self, error: Exception) -> None:
+        """All have ended."""
 
     def _accept(self, request: Request, token: int, logprob: TokenLogprob | None) -> None:
         self._drawn = zlib.crc32(b"%d %d" % (request.number, token), self._drawn)

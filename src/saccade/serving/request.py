@@ -71,6 +71,9 @@ class Request:
         recomputed: tokens that were computed again after it lost its pages.
         most_pages: the most pages that it held at once.
         borders: where chunks of it end, so that a state can be kept there.
+        reached: the most of its tokens that were ever computed.
+        failures: steps that failed since that last grew; fault: what the last of them raised, once
+            they are as many as end it.
         reason: why it is done: "length", "stop_token", "stop_string", "cancelled" or "error".
     """
 
@@ -91,6 +94,9 @@ class Request:
     recomputed: int = 0
     most_pages: int = 0
     borders: list[int] = field(default_factory=list)
+    reached: int = 0
+    failures: int = 0
+    fault: Exception | None = None
     reason: str | None = None
     error: BaseException | None = None
 

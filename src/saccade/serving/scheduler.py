@@ -127,6 +127,7 @@ class Scheduler:
 
     Attributes:
         weights_version: of the model; what other weights computed is not found again.
+        trying: requests of the step that is taken, at fault if it fails.
     """
 
     def __init__(
@@ -141,12 +142,14 @@ class Scheduler:
         self.running: list[Request] = []
         self.preemptions = 0
         self.weights_version = 0
+        self.trying: list[Request] = []
         self._cache = cache
         # Requests that are not done, by number: all else can be made anew from them.
         self._living: dict[int, Request] = {}
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
         self._preemption = preemption
         self._refused = False  # whether those that wait could not start when it was last tried
+        self._some_failed = False  # whether there may be requests whose last step failed
 
     @property
     def idle(self) -> bool:
@@ -172,19 +175,27 @@ class Scheduler:
         """The next step, with room made for its tokens; None if there is nothing to do.
 
         Requests of which one token is left to compute come first. Then come prompts, the oldest
-        first, as far as the rows go, and then those that wait.
+        first, as far as the rows go, and then those that wait. A request whose last step failed
+        has a step alone, so that one that always fails takes nobody with it.
 
         Raises:
             OutOfPagesError: if one request alone cannot have its pages; nothing is lost.
         """
         admitting = True
         while True:
-            chunks = self._chunks_of_running()
-            if admitting:
+            suspect = self._suspect()
+            alone = suspect is not None and self._can_run_alone(suspect, admitting)
+            if suspect is not None and alone:
+                chunk = Chunk.next_of(suspect, self._max_batch_tokens)
+                chunks = [chunk.cut(suspect.borders)]
+            else:
+                chunks = self._chunks_of_running()
+            if admitting and suspect is None:
                 rows = sum([chunk.stop - chunk.start for chunk in chunks])
                 chunks += self._admit(self._max_batch_tokens - rows)
             if not chunks:
                 return None
+            self.trying = [chunk.request for chunk in chunks]
             try:
                 slots = self._cache.grow(
                     {_sequence(c.request): c.stop - c.start for c in chunks},
@@ -203,8 +214,10 @@ class Scheduler:
         """The step after one that is under way, from tokens that nobody has seen yet.
 
         None where that one has to be looked at first: others begin where a prompt ends, some that
-        wait may start once a request has ended, or rows or pages run out.
+        wait may start once a request has ended, a request is tried alone, or rows or pages run out.
         """
+        if self._suspect() is not None:
+            return None
         living = [chunk for chunk in plan.chunks if chunk.request.state is RequestState.RUNNING]
         if not plan.can_be_followed or len(living) != len(self.running):
             return None
@@ -223,6 +236,7 @@ class Scheduler:
             return None
         if not self._refused:
             chunks += self._admit(rows)
+        self.trying = [chunk.request for chunk in chunks]
         try:
             slots = self._cache.grow({_sequence(c.request): c.stop - c.start for c in chunks})
         except OutOfPagesError:
@@ -240,8 +254,24 @@ class Scheduler:
         """Note that chunks are computed: other requests may find their keys and values."""
         for request, start, stop, _ in chunks:
             request.computed = stop
+            if stop > request.reached:
+                request.reached, request.failures = stop, 0
             if stop // self._cache.page_size > start // self._cache.page_size:
                 self._cache.name(_sequence(request), request.tokens_between(0, stop))
+
+    def blame(self, requests: Iterable[Request]) -> list[Request]:
+        """Count a step that failed against those that took part; against all, where none did.
+
+        Returns:
+            Those of them that are not done, and the requests that wait for their prompts.
+        """
+        leaders = list(requests) or list(self._living.values())
+        blamed = {each.number: each for one in leaders for each in (one, *one.followers)}
+        living = [each for each in blamed.values() if each.state is not RequestState.DONE]
+        for request in living:
+            request.failures += 1
+        self._some_failed = True
+        return living
 
     def forget_computed(self, request: Request) -> None:
         """Take the pages that a request computed or found out of the prefix cache."""
@@ -273,6 +303,7 @@ class Scheduler:
             follower = request.followers[0]
             follower.sequence = self._cache.fork(_sequence(request))
             follower.computed = follower.computed_from_cache = request.computed
+            follower.reached, follower.failures = request.computed, 0
             follower.times.started = time.perf_counter()
             self._run(follower)
             del request.followers[0]
@@ -314,6 +345,27 @@ class Scheduler:
                 rows -= chunk.rows
         return chunks
 
+    def _suspect(self) -> Request | None:
+        """The oldest request whose last step failed: of those that run, else of those that wait."""
+        if not self._some_failed:
+            return None
+        for request in (*self.running, *self.waiting):
+            if request.failures:
+                return request
+        self._some_failed = False
+        return None
+
+    def _can_run_alone(self, request: Request, admitting: bool) -> bool:
+        """Whether a request has its pages, or can have them now; else others have to end first."""
+        if request.state is RequestState.RUNNING:
+            return True
+        left = self._max_sequences - sum([each.width for each in self.running])
+        if not admitting or request.width > left or not self._bring_in(request):
+            return False
+        self.waiting.remove(request)
+        self._run(request)
+        return True
+
     def _admit(self, rows: int) -> list[Chunk]:
         """Start waiting requests in their order, while there are rows, sequences and pages left."""
         chunks = []
@@ -340,6 +392,7 @@ class Scheduler:
 
     def _bring_in(self, request: Request) -> bool:
         """Give a request its sequence on the device, if all of its tokens have room there."""
+        self.trying = [request]
         if request.state is RequestState.SWAPPED:
             if self.running and not self._has_room_for(self.pages_for(request.num_tokens)):
                 return False

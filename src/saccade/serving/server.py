@@ -41,7 +41,6 @@ from saccade.serving.openai_format import (
 from saccade.serving.request import Completion
 
 log = logging.getLogger("saccade.server")
-MOST_FAILURES = 3  # steps one after another, then those that run are ended
 LATENCIES = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0)
 
 
@@ -116,7 +115,6 @@ class Driver:
             self._wake.notify()
 
     def _run(self) -> None:
-        failures = 0
         while True:
             with self._wake:
                 while not (self._arrived or self._left or self._served or self._stopping):
@@ -133,16 +131,11 @@ class Driver:
                 if self._stopping:
                     return
                 self.engine.step()
-                failures = 0
             except Exception as error:
                 if self.engine.failure:
                     self._give_up(error)
                     return
-                failures += 1
-                log.exception("a step failed")
-                if failures >= MOST_FAILURES:
-                    self._end_all(error)
-                    failures = 0
+                log.exception("a step failed")  # the engine ends those at fault
             self._hand_out()
 
     def _give_up(self, error: Exception) -> None:
@@ -155,14 +148,6 @@ class Driver:
         self._send([(each, _failed(each, error)) for each in self._served])
         self._served = []
         self.when_failed()
-
-    def _end_all(self, error: Exception) -> None:
-        """End what runs, since its steps fail again and again; what waits goes on."""
-        for each in self._served:
-            if each.completion.statistics.state == "running":
-                each.completion.cancel()
-                self._send([(each, _failed(each, error))])
-        self._served = [each for each in self._served if not each.completion.done]
 
     def _hand_out(self) -> None:
         came: list[tuple[Served, News]] = []

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable
 from typing import NamedTuple, TypeVar
@@ -22,6 +24,8 @@ from saccade.serving.scheduler import Chunk, Scheduler, StepPlan
 
 R = TypeVar("R")
 
+log = logging.getLogger("saccade.engine")
+MOST_FAILURES = 3  # steps of a request that fail with nothing computed between; then it ends
 UNUSED = Sampling()  # of a row that is only looked at
 
 
@@ -97,11 +101,13 @@ class Worker:
 
     An exception or interrupt in any line of that loses no request: all that is kept of a request
     is its prompt and what it has written. The next call begins again from there, and finds most of
-    what was computed in the prefix cache.
+    what was computed in the prefix cache. A request whose steps fail again and again is ended.
 
     Args:
         ahead: whether a step is begun before the tokens of the one before are looked at.
     """
+
+    tries_again = True  # after a step that failed
 
     def __init__(
         self, model: PackedModel, cache: PagedCache, scheduler: Scheduler, decoder: Decoder,
@@ -124,8 +130,45 @@ class Worker:
         self._submitted.append(request)
 
     def step(self) -> bool:
-        """Take one step; False if there was nothing to do."""
-        return self._exclusively(self._take_step)
+        """Take one step; False if there was nothing to do.
+
+        One that fails counts against the requests that took part: in the next steps each of them is
+        computed alone, and ends where these fail too. Interrupts count against nobody.
+        """
+        with self._lock:
+            try:
+                return self._exclusively(self._take_step)
+            except Exception as error:
+                self._blame(error)
+                raise
+
+    def step_on(self) -> bool:
+        """Take one step for somebody who waits for a request, and goes on after one that failed."""
+        try:
+            return self.step()
+        except Exception:
+            if not self.tries_again:
+                raise
+            log.warning("a step failed, and is tried again", exc_info=True)
+            return True
+
+    def _blame(self, error: Exception) -> None:
+        """Count a step that failed, and end the requests at fault."""
+        under_way = [] if self._under_way is None else self._under_way.plan.chunks
+        trying = [*(chunk.request for chunk in under_way), *self._scheduler.trying]
+        if not trying:
+            self._take_in()
+        ended = [each for each in self._scheduler.blame(trying) if each.failures >= MOST_FAILURES]
+        if not ended:
+            return
+        traceback.clear_frames(error.__traceback__)  # they hold what the step computed
+        for request in ended:
+            request.fault = error
+        try:
+            self._recover()
+        except Exception:  # nothing works any more, but nobody waits for ever
+            for request in ended:
+                request.finish("error", error)
 
     def cancel(self, request: Request) -> None:
         """End a request that is not wanted any more."""
@@ -174,6 +217,8 @@ class Worker:
             try:
                 request.restart()
                 reason, error = request.outcome(), None
+                if reason is None and request.fault is not None:
+                    reason, error = "error", request.fault
             except Exception as problem:  # of the tokenizer
                 reason, error = "error", problem
             if reason is not None:
@@ -197,6 +242,7 @@ class Worker:
 
     def _take_step(self) -> bool:
         """Take a step of a model that is what it was."""
+        self._scheduler.trying = []
         if self._submitted or not self._model.seems_same():
             self._look_at_weights()
         self._take_in()

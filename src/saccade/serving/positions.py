@@ -1,0 +1,98 @@
+"""Positions: how many a model has, where it looks them up in a table.
+
+Learned positions are rows of a table, and so are rotations that a model has made in advance: a
+request that runs past the last row fails, on a GPU for the whole process. Rotations that are worked
+out from the position have no end. Which of these a model does is told by a pass over one row at the
+last position, with every index compared with its table before it is used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from saccade.serving.decoding import check_number
+from saccade.serving.model import PackedModel
+
+aten = torch.ops.aten
+UNLIMITED = 2**20  # tokens of a request, where the model's settings name no number
+
+
+class PastTableError(Exception):
+    """A lookup past the end of a table; positions: how many have a row."""
+
+    def __init__(self, positions: int):
+        super().__init__(positions)
+        self.positions = positions
+
+
+class TableWatch(TorchDispatchMode):
+    """Raises PastTableError before an index past a table's end is used.
+
+    Args:
+        position: of the only row. A table may begin with some other rows.
+    """
+
+    def __init__(self, position: int):
+        super().__init__()
+        self._position = position
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Look at the indices of what looks rows up."""
+        packet = getattr(func, "overloadpacket", None)
+        if packet is aten.embedding:
+            self._check(args[0].shape[0], args[1])
+        elif packet in (aten.gather, aten.index_select):
+            self._check(args[0].shape[args[1]] if args[0].dim() else 1, args[2])
+        elif packet is aten.index:
+            dim = 0
+            for index in args[1]:
+                is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+                if index is not None and not is_mask:
+                    self._check(args[0].shape[dim], index)
+                dim += index.dim() if is_mask else 1
+        return func(*args, **(kwargs or {}))
+
+    def _check(self, rows: int, index: Tensor) -> None:
+        if type(index) is not Tensor or index.is_meta or not index.numel():
+            return
+        greatest = int(index.max())
+        if greatest >= rows:
+            raise PastTableError(max(0, rows - (greatest - self._position)))
+
+
+def positions_within(model: PackedModel, length: int) -> int | None:
+    """How many positions a model has, if it looks them up in a table of fewer than `length`."""
+    try:
+        with TableWatch(length - 1):
+            model.probe(1, first=length - 1)
+    except ValueError as error:
+        if isinstance(error.__cause__, PastTableError):
+            return error.__cause__.positions
+        raise
+    return None
+
+
+def read_max_length(model: PackedModel, max_length: int | None) -> int:
+    """The tokens of a request at most.
+
+    Raises:
+        TypeError, ValueError: naming max_length, if it is more than the model has positions for.
+    """
+    asked = max_length
+    if asked is None:
+        asked = model.longest or UNLIMITED
+    check_number("max_length", asked, least=2)
+    most = positions_within(model, asked)
+    if most is None:
+        return asked
+    if max_length is None and most >= 2:
+        return most
+    raise ValueError(
+        f"max_length: got {asked}, takes at most {most}, which the model has positions for"
+    )
