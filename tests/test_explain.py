@@ -310,6 +310,45 @@ def test_pages():
         saccade.explain(saccade.attention_paged, **given, dropout_p=0.5)
 
 
+SLOPES = torch.ones(2, requires_grad=True)
+ASKED_FOR: dict[str, Any] = {
+    "query": lambda query: ([query.requires_grad_(), query.detach(), query.detach()], {}),
+    "score": lambda query: ([query] * 3, {"score": scores.alibi(SLOPES)}),
+    "sinks": lambda query: ([query] * 3, {"sinks": torch.ones(2, requires_grad=True)}),
+}
+
+
+@pytest.mark.parametrize("name", ASKED_FOR)
+def test_a_call_without_a_gradient_is_refused_where_one_may_be_asked(name):
+    rows, options = ASKED_FOR[name](torch.randn(1, 2, 8, 16, dtype=torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="a gradient of fp8 attention"):
+        saccade.attention_fp8(*rows, **options)
+    found = saccade.explain(saccade.attention_fp8, *rows, **options)
+    assert found.chosen is None and None not in found.reasons.values()
+    assert "cpu: no, a gradient of fp8 attention may be asked for, which it does not" in str(found)
+    assert "saccade.attention, which has gradients" in str(found) and "taken" not in str(found)
+    with torch.no_grad():
+        assert saccade.explain(saccade.attention_fp8, *rows, **options).chosen == "cpu"
+    packed = [each[0].transpose(0, 1) for each in rows]
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    varlen = saccade.explain(saccade.attention_fp8_varlen, *packed, offsets, **options)
+    assert varlen.chosen is None
+
+
+def test_pages_have_a_gradient_by_the_reference_alone():
+    query, pages = torch.randn(1, 2, 1, 16, requires_grad=True), torch.randn(2, 2, 4, 16)
+    table, lens = torch.tensor([[1]], dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
+    given = query, pages, pages, table, lens
+    with pytest.raises(NotImplementedError, match="a gradient of attention over pages"):
+        saccade.attention_paged(*given)
+    found = saccade.explain(saccade.attention_paged, *given)
+    assert found.chosen is None and found.reasons["reference"] is None
+    assert "a gradient of attention over pages" in (found.reasons["cpu"] or "")
+    assert saccade.attention_paged(*given, implementation="reference").requires_grad
+    named = saccade.explain(saccade.attention_paged, *given, implementation="reference")
+    assert named.chosen == "reference" and "reference: yes, taken" in str(named)
+
+
 def test_a_single_row_under_a_causal_mask_has_none():
     query, key = torch.randn(2, 4, 1, 16), torch.randn(2, 4, 9, 16)
     assert (

@@ -16,6 +16,7 @@ from saccade.modifiers.expression import Coordinates
 from saccade.modifiers.modifier import written
 from saccade.modifiers.normal_form import described
 from saccade.ops.attention.api import attention, attention_varlen
+from saccade.ops.attention_fp8 import custom_op as fp8_op
 from saccade.ops.attention_fp8 import validation as fp8_validation
 from saccade.ops.attention_fp8.api import attention_fp8, attention_fp8_varlen, split_options
 from saccade.ops.delta_rule import api as delta_api
@@ -32,9 +33,11 @@ from saccade.ops.linear_attention.api import (
     linear_attention_step,
     linear_attention_varlen,
 )
+from saccade.ops.paged_attention import api as paged_api
 from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import OFFSETS, options_of, unknown_options, values_readable
 from saccade.runtime.backends import Choice, explained
+from saccade.runtime.custom_op import REFERENCE_INSTEAD, gradient_asked
 from saccade.runtime.delta_spec import DeltaProblem
 from saccade.runtime.spec import (
     Inputs,
@@ -237,12 +240,25 @@ def explain(function: Callable[..., Any], *arguments: Any, **options: Any) -> Ex
     choices = [explained(problem, implementation, of) for of in validation.passes]
     forward, backward = (*choices, None)[:2]
     assert forward is not None
+    if validation.no_gradient is not None and gradient_asked(inputs, variant):
+        forward = _without_gradient(forward, validation.no_gradient)
     if isinstance(problem, (LinearProblem, DeltaProblem)):
         costs = None, problem.flops, problem.bytes + _state_bytes(given, problem)
     else:
         pairs = _visible_pairs(inputs, variant, problem)
         costs = pairs, problem.flops(pairs), problem.bytes
     return Explanation(problem, forward, backward, config, *costs)
+
+
+def _without_gradient(choice: Choice, lack: NoGradient) -> Choice:
+    """The choice for a call of which a gradient may be asked, where backends do not have it."""
+    reason = f"{lack.what} may be asked for, which it does not implement; {lack.instead}"
+    reasons = {
+        name: known if known is not None or name in lack.had_by else reason
+        for name, known in choice.reasons.items()
+    }
+    chosen = choice.chosen if choice.chosen in lack.had_by else None
+    return choice._replace(chosen=chosen, reasons=reasons)
 
 
 def _validated(call: dict[str, Any]) -> tuple[Any, Any, Problem, KernelConfig | None]:
@@ -314,19 +330,35 @@ def _sums(state: Any) -> list[Tensor]:
     return [each for each in parts if each is not None]
 
 
+class NoGradient(NamedTuple):
+    """A gradient that a function does not have, what to call instead, and the backends that do."""
+
+    what: str
+    instead: str
+    had_by: tuple[str, ...] = ()
+
+
 class Validation(NamedTuple):
-    """How the arguments of a public function are validated, and which passes it has."""
+    """How the arguments of a public function are validated, and which passes it has.
+
+    no_gradient: of a function that refuses calls of which a gradient may be asked.
+    """
 
     validate: Callable[[dict[str, Any]], tuple[Any, Any, Any, Any]]
     passes: tuple[str, ...] = ("forward", "backward")
+    no_gradient: NoGradient | None = None
+
+
+OF_FP8 = NoGradient(fp8_op.NO_GRADIENT, fp8_op.INSTEAD)
+OF_PAGES = NoGradient(paged_api.NO_GRADIENT, REFERENCE_INSTEAD, ("reference",))
 
 
 VALIDATIONS: dict[Callable[..., Any], Validation] = {
     attention: Validation(_validated),
     attention_varlen: Validation(_validated),
-    attention_paged: Validation(_validated_paged, ("forward",)),
-    attention_fp8: Validation(_validated_fp8, ("forward",)),
-    attention_fp8_varlen: Validation(_validated_fp8, ("forward",)),
+    attention_paged: Validation(_validated_paged, ("forward",), OF_PAGES),
+    attention_fp8: Validation(_validated_fp8, ("forward",), OF_FP8),
+    attention_fp8_varlen: Validation(_validated_fp8, ("forward",), OF_FP8),
     linear_attention: Validation(_validated_linear),
     linear_attention_varlen: Validation(_validated_linear),
     linear_attention_step: Validation(_validated_linear, ("step",)),

@@ -484,6 +484,13 @@ def _refuse_derivatives(name: str, what: str, instead: str = REFERENCE_INSTEAD) 
     torch.library.register_autograd(f"saccade::{name}", backward, setup_context=setup_context)
 
 
+def gradient_asked(inputs: Sequence[Tensor | None], variant: Any) -> bool:
+    """Whether a gradient may be asked of a call: of its tensors or of those its score captured."""
+    captured = variant.score_captured.tensors
+    tensors = (*inputs, *captured) if captured else inputs
+    return torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors])
+
+
 def not_implemented(
     implementation: str, what: str, instead: str = REFERENCE_INSTEAD
 ) -> NotImplementedError:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from saccade.ops.attention.api import (
@@ -17,7 +16,7 @@ from saccade.ops.attention.api import (
 )
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
-from saccade.runtime.custom_op import Arguments, Operation, not_implemented
+from saccade.runtime.custom_op import Arguments, Operation, gradient_asked, not_implemented
 from saccade.runtime.fp8_spec import Fp8Inputs, Quantisation, empty_fp8_results
 from saccade.runtime.spec import Variant
 
@@ -80,7 +79,5 @@ ATTENTION_FP8 = Operation(
 
 def check_no_gradient(inputs: Fp8Inputs, checked: CheckedCall) -> None:
     """Refuse a call of which a gradient may be asked."""
-    captured = checked.variant.score_captured.tensors
-    tensors = (*inputs, *captured) if captured else inputs
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+    if gradient_asked(inputs, checked.variant):
         raise not_implemented(checked.forward_by, NO_GRADIENT, INSTEAD)

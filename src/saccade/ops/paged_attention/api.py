@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypedDict, overload
 
-import torch
 from torch import Tensor
 from typing_extensions import Unpack
 
@@ -22,7 +21,7 @@ from saccade.runtime import arguments, backends, call_cache, shards
 from saccade.runtime.arguments import options_of, unknown_options
 from saccade.runtime.backends import module_of
 from saccade.runtime.call_cache import CheckedCall
-from saccade.runtime.custom_op import Arguments, Operation, not_implemented
+from saccade.runtime.custom_op import Arguments, Operation, gradient_asked, not_implemented
 from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 from saccade.runtime.validation import prepare_paged, with_causal, without_autocast
 from saccade.scores import AnyScore
@@ -230,8 +229,6 @@ def _attend(inputs: PagedInputs, checked: CheckedCall, *, alone: bool) -> tuple[
 
     alone: whether nothing observes the call, as of every call that has a key.
     """
-    captured = checked.variant.score_captured.tensors
-    tensors = (*inputs, *captured) if captured else inputs
-    if torch.is_grad_enabled() and any([t is not None and t.requires_grad for t in tensors]):
+    if gradient_asked(inputs, checked.variant):
         raise not_implemented(checked.forward_by, NO_GRADIENT)
     return PAGED(inputs, checked, alone=alone)
