@@ -6,12 +6,16 @@ import pytest
 import served
 
 from saccade.serving.openai_format import (
+    Answer,
     Fields,
+    News,
     RefusedError,
+    Usage,
     read_chat,
     read_completion,
     refused_by_engine,
 )
+from saccade.serving.request import TokenLogprob
 
 
 class ChatTokenizer(served.LetterTokenizer):
@@ -83,7 +87,7 @@ def test_messages_become_the_tokens_of_the_template():
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens", "max_tokens: got float"),
         ({"prompt": "a", "echo": True}, "echo", "echo: got True, takes False"),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of: got 3, takes n, which is 1"),
-        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "logit_bias: takes numbers"),
+        ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "logit_bias: got 'x', takes"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "takes str"),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "x is not"),
     ],
@@ -124,7 +128,56 @@ def test_a_tokenizer_without_a_template_chats_with_nobody():
 def test_errors_of_the_engine_name_the_clients_field():
     for said, param in (("max_new_tokens: got 0", "max_tokens"), ("stop: got", "stop"),
                         ("min_new_tokens: got -1", "min_tokens")):  # fmt: skip
-        assert refused_by_engine(ValueError(said)).param == param
+        asked = read_completion({"prompt": "a"})
+        found = refused_by_engine(ValueError(said), asked.sent)
+        assert found.param == param and str(found).startswith(f"{param}: got")
+
+
+@pytest.mark.parametrize(
+    ("field", "option", "value"),
+    [
+        ("max_tokens", "max_new_tokens", 0), ("max_tokens", "max_new_tokens", 10**6),
+        ("max_completion_tokens", "max_new_tokens", 0), ("min_tokens", "min_new_tokens", -1),
+        ("stop_token_ids", "stop_tokens", [97]), ("stop_token_ids", "stop_tokens", ["x"]),
+        ("top_logprobs", "logprobs", 21), ("top_p", "top_p", 7), ("logit_bias", "", {"97": 1}),
+    ],
+)  # fmt: skip
+def test_the_engine_s_errors_speak_of_the_field_that_was_sent(field, option, value):
+    body = {"messages": [{"role": "user", "content": "b"}], field: value, "logprobs": True}
+    body.setdefault(field if option == "max_new_tokens" else "max_tokens", 4)
+    asked = read_chat(body, ChatTokenizer())
+    engine = served.engine(tokenizer=ChatTokenizer())
+    with pytest.raises((TypeError, ValueError)) as refused:
+        engine.submit_samples(asked.prompts[0], 1, **asked.options)
+    found = refused_by_engine(refused.value, asked.sent)
+    assert found.param == field and str(found).startswith(f"{field}: got")
+    assert option == field or not option or option not in str(found).replace(field, "")
+
+
+@pytest.mark.parametrize("token", ["x", "--7", "²", "", "1" * 30])
+def test_biases_say_which_token_they_got(token):
+    with pytest.raises(RefusedError) as refused:
+        read_completion({"prompt": "a", "logit_bias": {token: 100}})
+    assert str(refused.value) == f"logit_bias: got {token!r}, takes numbers by token"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_each_token_has_its_offset_in_the_text_of_its_choice(stream):
+    asked = read_completion({"prompt": "a", "logprobs": 0, "stream": stream, "n": 2})
+    answer = Answer(asked, served.LetterTokenizer(), "m", "1", 0)
+    logprobs = [TokenLogprob(token, -1.0, []) for token in (40, 2, 41, 42)]  # 2 has no text
+    news = [[News(choice, "", 2, logprobs[:2], None), News(choice, "", 2, logprobs[2:], "length")]
+            for choice in range(2)]  # fmt: skip
+    if stream:
+        pieces = [answer.piece(each) for pair in zip(*news, strict=True) for each in pair]
+        found: list[list[int]] = [[], []]
+        for piece in pieces:
+            choice = piece["choices"][0]
+            found[choice["index"]] += choice["logprobs"]["text_offset"]
+    else:
+        whole = answer.whole(news, Usage(1, 0, 8))
+        found = [each["logprobs"]["text_offset"] for each in whole["choices"]]
+    assert found == [[0, 1, 1, 2]] * 2
 
 
 def test_null_is_as_if_left_out():

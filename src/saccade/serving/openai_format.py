@@ -9,6 +9,8 @@ Source: OpenAI's API reference, completions and chat completions.
 from __future__ import annotations
 
 import os
+import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -65,6 +67,7 @@ class Asked(NamedTuple):
     Attributes:
         options: of `Engine.submit_samples`, n of them for each prompt.
         usage: whether a stream ends with counts.
+        sent: the fields that gave options which have several names, by option.
     """
 
     chat: bool
@@ -73,6 +76,7 @@ class Asked(NamedTuple):
     options: RequestOptions
     stream: bool
     usage: bool
+    sent: Mapping[str, str]
 
 
 class Fields:
@@ -129,7 +133,8 @@ def read_completion(body: object) -> Asked:
                                "prompt")  # fmt: skip
     most = fields.take("max_tokens", (int,), "a whole number", 16)
     logprobs = fields.take("logprobs", (int,), "a whole number")
-    return _asked(fields, False, several, most, logprobs)
+    sent = {"max_new_tokens": "max_tokens"}
+    return _asked(fields, False, several, {"max_new_tokens": most, "logprobs": logprobs}, sent)
 
 
 def read_chat(body: object, tokenizer: Any) -> Asked:
@@ -159,13 +164,18 @@ def read_chat(body: object, tokenizer: Any) -> Asked:
     except ValueError as error:
         raise RefusedError(400, str(error), "messages") from None
     tokens = list(tokenizer.encode(text, add_special_tokens=False))  # the template has its own
-    most = fields.take("max_completion_tokens", (int,), "a whole number")
-    most = fields.take("max_tokens", (int,), "a whole number", most)
+    by_name = {
+        name: fields.take(name, (int,), "a whole number")
+        for name in ("max_tokens", "max_completion_tokens")
+    }
+    name = "max_completion_tokens" if by_name["max_tokens"] is None else "max_tokens"
     wanted = fields.take("logprobs", (bool,), "true or false", False)
     likeliest = fields.take("top_logprobs", (int,), "a whole number")
     if likeliest is not None and not wanted:
         raise RefusedError(400, "top_logprobs: takes logprobs: true beside it", "top_logprobs")
-    return _asked(fields, True, [tokens], most, (likeliest or 0) if wanted else None)
+    given = {"max_new_tokens": by_name[name], "logprobs": (likeliest or 0) if wanted else None}
+    sent = {"max_new_tokens": name, "logprobs": "top_logprobs", "prompt": "messages"}
+    return _asked(fields, True, [tokens], given, sent)
 
 
 def _message(number: int, message: object) -> dict[str, Any]:
@@ -190,10 +200,11 @@ def _is_token(value: object) -> bool:
 
 
 def _asked(
-    fields: Fields, chat: bool, prompts: list[Prompt], most: int | None, logprobs: int | None
-) -> Asked:
+    fields: Fields, chat: bool, prompts: list[Prompt], given: Mapping[str, int | None],
+    sent: Mapping[str, str],
+) -> Asked:  # fmt: skip
     number, whole = "a number", "a whole number"
-    options: dict[str, Any] = {"max_new_tokens": most, "logprobs": logprobs}
+    options: dict[str, Any] = {**given}
     options["temperature"] = fields.take("temperature", (int, float), number, 1.0)
     for name, ours in OUR_NAMES.items():
         if name in ("min_tokens", "top_k"):
@@ -208,8 +219,10 @@ def _asked(
     if stop is not None:
         options["stop"] = stop
     biases = fields.take("logit_bias", (dict,), "numbers by token", {})
-    if not all(str(token).lstrip("-").isdigit() for token in biases):
-        raise RefusedError(400, "logit_bias: takes numbers by token", "logit_bias")
+    for token in biases:
+        if not re.fullmatch("-?[0-9]{1,18}", token):
+            raise RefusedError(400, f"logit_bias: got {token!r}, takes numbers by token",
+                               "logit_bias")  # fmt: skip
     options["logit_bias"] = {int(token): bias for token, bias in biases.items()}
     seed = fields.take("seed", (int,), whole)
     options["seed"] = int.from_bytes(os.urandom(8), "little") if seed is None else seed
@@ -226,14 +239,20 @@ def _asked(
             raise RefusedError(400, f"stream_options: {name} is not known here", "stream_options")
     fields.finish()
     asked: Any = options
-    return Asked(chat, prompts, n, asked, stream, bool(about.get("include_usage")))
+    return Asked(chat, prompts, n, asked, stream, bool(about.get("include_usage")), sent)
 
 
-def refused_by_engine(error: Exception) -> RefusedError:
-    """An error of `Engine.submit`, whose text begins with the argument, in the client's words."""
+def refused_by_engine(error: Exception, sent: Mapping[str, str]) -> RefusedError:
+    """An error of `Engine.submit`, whose text begins with the argument, in the client's words.
+
+    sent: what the client called arguments that have several names, as `Asked.sent`.
+    """
     said = str(error)
     name = said.partition(":")[0]
-    theirs = {ours: name for name, ours in OUR_NAMES.items()} | {"max_new_tokens": "max_tokens"}
+    theirs = {ours: field for field, ours in OUR_NAMES.items()} | dict(sent)
+    for ours, field in theirs.items():
+        anywhere = "_" in ours  # "prompt" is a word of its own
+        said = re.sub(rf"(?<!\w){ours}(?!\w)" if anywhere else rf"^{ours}(?=:)", field, said)
     return RefusedError(400, said, theirs.get(name, name))
 
 
@@ -289,6 +308,7 @@ class Answer:
         )
         if asked.chat and asked.stream:
             kind += ".chunk"
+        self._offsets: Counter[int] = Counter()  # of each choice's text, where its tokens begin
         self._head = {
             "id": f"{prefix}-{number}", "object": kind, "created": created, "model": name,
         }  # fmt: skip
@@ -299,7 +319,7 @@ class Answer:
         for index, of_choice in enumerate(news):
             text = "".join(each.text for each in of_choice)
             logprobs = [one for each in of_choice for one in each.logprobs]
-            choice = {"index": index, "logprobs": self._logprobs(logprobs)}
+            choice = {"index": index, "logprobs": self._logprobs(index, logprobs)}
             if self._asked.chat:
                 choice["message"] = {"role": "assistant", "content": text}
             else:
@@ -317,7 +337,8 @@ class Answer:
 
     def piece(self, news: News) -> dict[str, Any]:
         """A piece of a stream."""
-        choice: dict[str, Any] = {"index": news.choice, "logprobs": self._logprobs(news.logprobs)}
+        logprobs = self._logprobs(news.choice, news.logprobs)
+        choice: dict[str, Any] = {"index": news.choice, "logprobs": logprobs}
         if self._asked.chat:
             choice["delta"] = {"content": news.text} if news.text else {}
         else:
@@ -334,7 +355,7 @@ class Answer:
         usage = {"usage": None} if self._asked.usage else {}
         return {**self._head, "choices": [choice], **usage}
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
+    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprob]) -> dict[str, Any] | None:
         if not logprobs:
             return None
         if self._asked.chat:
@@ -345,14 +366,18 @@ class Answer:
                     for one in logprobs
                 ]
             }
+        tokens, offsets = [self._text(one.token) for one in logprobs], list[int]()
+        for text in tokens:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += len(text)
         return {
-            "tokens": [self._text(one.token) for one in logprobs],
+            "tokens": tokens,
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
             "top_logprobs": [
                 {self._text(token): _finite(logprob) for token, logprob in one.likeliest}
                 for one in logprobs
             ],
-            "text_offset": [],
+            "text_offset": offsets,
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:

@@ -369,7 +369,7 @@ class Server:
         except (TypeError, ValueError) as error:
             for completion in completions:
                 completion.cancel()
-            raise refused_by_engine(error) from error
+            raise refused_by_engine(error, asked.sent) from error
         return [Served(index, completion) for index, completion in enumerate(completions)]
 
     async def _news(
