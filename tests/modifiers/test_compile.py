@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounter
+from torch.torch_version import TorchVersion
 
 import saccade
 from saccade import masks, scores
@@ -243,7 +244,7 @@ def test_a_mask_is_inverted_inside_a_graph():
 
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_an_inverted_mask_breaks_no_graph_from_torch_2_14_on(fullgraph):
-    if fullgraph and torch.__version__ < torch.torch_version.TorchVersion("2.14"):
+    if fullgraph and TorchVersion(torch.__version__) < TorchVersion("2.14"):
         pytest.skip("Dynamo follows ~ of a class of Python from torch 2.14 on")
     graph, _ = compiled(lambda query: attend(query, mask=~masks.causal()), fullgraph)
     torch.testing.assert_close(graph(rows()), attend(rows(), mask=~masks.causal()))

@@ -28,7 +28,7 @@ def score_of(make: Callable[[Any], Made], function: Callable[..., Any]) -> Made:
     return make(function)
 
 
-@torch.compiler.disable
+@torch.compiler.disable(reason="the function reaches values, which a graph cannot follow")
 def called(function: Callable[..., Made], captured: tuple[Any, ...]) -> Made:
     """The mask or score that a function of `masks.function` gives with these values."""
     return function(*captured)

@@ -428,6 +428,7 @@ def _check_pools(state: LinearState) -> None:
             continue
         takes = f"a floating-point tensor {STATE_SHAPES[field]}"
         check_floating_point(f"state.{field}", tensor, takes)
+        assert isinstance(tensor, Tensor)
         if tensor.dim() != takes.count(",") + 1:
             raise ValueError(f"state.{field}: got shape {tuple(tensor.shape)}, takes {takes}")
         sizes.append(tensor.shape[0])
