@@ -1,5 +1,7 @@
 """What goes wrong: nothing is lost, the right request is told, and others go on."""
 
+from typing import Any
+
 import pytest
 import served
 import torch
@@ -197,7 +199,7 @@ def test_a_model_that_was_changed_keeps_nobody_waiting(monkeypatch):
 
 def table_models():
     """Models that look positions up in a table of 32, some behind rows of another meaning."""
-    sizes = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    sizes: Any = {"vocab_size": 97, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     torch.manual_seed(0)
     gpt2 = transformers.GPT2Config(
         vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, bos_token_id=1,

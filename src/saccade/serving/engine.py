@@ -148,7 +148,8 @@ class Engine:
         self._ranks = read_ranks(model, rank_timeout, merge_products is True)
         self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
-        self.max_length = max_length = read_max_length(self._model, max_length)
+        max_length = read_max_length(self._model, max_length)
+        self.max_length: int = max_length
         self.cache = make_capacity(
             capacity, self._model, sequences=max_sequences, longest=max_length,
             rows=max_batch_tokens, swaps=preemption == "swap", ranks=self._ranks,

@@ -51,11 +51,13 @@ class TableWatch(TorchDispatchMode):
             self._check(args[0].shape[args[1]] if args[0].dim() else 1, args[2])
         elif packet is aten.index:
             dim = 0
-            for index in args[1]:
-                is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
-                if index is not None and not is_mask:
+            for index in args[1]:  # None: a slice of all
+                if index is not None and index.dtype in (torch.bool, torch.uint8):
+                    dim += index.dim()
+                    continue
+                if index is not None:
                     self._check(args[0].shape[dim], index)
-                dim += index.dim() if is_mask else 1
+                dim += 1
         return func(*args, **(kwargs or {}))
 
     def _check(self, rows: int, index: Tensor) -> None:
