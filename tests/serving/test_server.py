@@ -196,7 +196,7 @@ def test_refusals_name_what_is_wrong(server):
     with pytest.raises(openai.BadRequestError, match="temperature: got -1") as refused:
         create(model="demo", prompt="a", temperature=-1)
     assert refused.value.param == "temperature"
-    with pytest.raises(openai.BadRequestError, match="max_new_tokens: got 1000000 after"):
+    with pytest.raises(openai.BadRequestError, match="max_tokens: got 1000000 after"):
         create(model="demo", prompt="a", max_tokens=10**6)
     with pytest.raises(openai.BadRequestError, match="nonsense: is no field"):
         create(model="demo", prompt="a", extra_body={"nonsense": 1})
