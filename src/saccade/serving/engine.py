@@ -144,7 +144,12 @@ class Engine:
         if preemption not in ("swap", "recompute"):
             raise ValueError(f'preemption: got {preemption!r}, takes "swap" or "recompute"')
         check_number("max_sequences", max_sequences, least=1)
-        check_number("max_batch_tokens", max_batch_tokens, least=max_sequences)
+        check_number("max_batch_tokens", max_batch_tokens, least=1)
+        if max_batch_tokens < max_sequences:
+            raise ValueError(
+                f"max_batch_tokens: got {max_batch_tokens}, takes {max_sequences} or more, which "
+                "is max_sequences"
+            )
         self._ranks = read_ranks(model, rank_timeout, merge_products is True)
         self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)

@@ -503,7 +503,7 @@ def make_capacity(
         TypeError, ValueError: naming the argument, what it got and what it takes.
     """
     check_number("page_size", capacity.page_size, least=1)
-    dtype = model.dtype if capacity.page_dtype is None else capacity.page_dtype
+    dtype = read_page_dtype(capacity.page_dtype, model.dtype)
     windows = model.windows
     useful = {
         window: sequences * most_pages(longest, window, capacity.page_size, rows)
@@ -517,6 +517,7 @@ def make_capacity(
     host_states = -(-num_states // STATES_OF_EACH)
     host_pages: int | dict[int | None, int] = 0
     if capacity.host_pages is not None:
+        check_number("host_pages", capacity.host_pages, least=0)
         host_pages = capacity.host_pages
     elif swaps:
         wanted = host_states * of_states + sum(
@@ -525,10 +526,57 @@ def make_capacity(
         part = min(1.0, host / max(1, wanted))
         host_pages = {window: max(1, int(pages * part)) for window, pages in num_pages.items()}
         host_states = max(1, int(host_states * part)) if host_states else 0
-    return PagedCache(
-        num_pages, capacity.page_size, dtype=dtype, device=model.device, host_pages=host_pages,
-        num_states=num_states, host_states=host_states if host_pages else 0, **model.page_sizes(),
+    taken = Taken(
+        num_states * of_states + sum(num_pages[window] * of_page[window] for window in num_pages),
+        0 if capacity.host_pages is None
+        else host_states * of_states + capacity.host_pages * sum(of_page.values()),
     )  # fmt: skip
+    try:
+        if max(taken) >= 2**63:
+            raise MemoryError
+        return PagedCache(
+            num_pages, capacity.page_size, dtype=dtype, device=model.device, host_pages=host_pages,
+            num_states=num_states, host_states=host_states if host_pages else 0,
+            **model.page_sizes(),
+        )  # fmt: skip
+    except (RuntimeError, MemoryError, OverflowError) as error:  # of the allocator
+        raise refused_memory(capacity, taken, model.device) from error
+
+
+class Taken(NamedTuple):
+    """Bytes of pages and states on the device, and on the host if they were asked for."""
+
+    device: int
+    host: int
+
+
+def refused_memory(capacity: Capacity, taken: Taken, device: torch.device) -> ValueError:
+    """The error for pages that memory has no room for: by the argument that asks for the most."""
+    on_host = available_memory()
+    left = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else on_host
+    name, got, bytes_asked = "memory", capacity.memory, taken.device
+    if capacity.num_pages is not None:
+        name, got = "num_pages", capacity.num_pages
+    if capacity.host_pages is not None and (left is None or taken.device <= left):
+        name, got, bytes_asked, left = "host_pages", capacity.host_pages, taken.host, on_host
+    has = "what memory has room for" if left is None else f"what fits into the {left} that are left"
+    return ValueError(f"{name}: got {got}, which asks for {bytes_asked} bytes, takes {has}")
+
+
+def read_page_dtype(asked: object, of_model: torch.dtype) -> torch.dtype:
+    """The dtype of pages: the model's own, or eight bits.
+
+    Raises:
+        TypeError, ValueError: naming page_dtype, what it got and what it takes.
+    """
+    if asked is None:
+        return of_model
+    takes = ", ".join(map(str, dict.fromkeys((of_model, *EIGHT_BITS))))
+    if not isinstance(asked, torch.dtype):
+        raise TypeError(f"page_dtype: got {asked!r}, takes a torch.dtype: {takes}")
+    if asked not in (of_model, *EIGHT_BITS):
+        raise ValueError(f"page_dtype: got {asked} for a model of {of_model}, takes {takes}")
+    return asked
 
 
 def _bytes_of(
