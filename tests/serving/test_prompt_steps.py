@@ -166,7 +166,7 @@ def test_whatever_happens_no_token_changes(seed, monkeypatch):
     with_graphs(monkeypatch)
     options: dict[str, Any] = {"cuda_graphs": True, "compile": False}
     engine = served.engine(num_pages=24, run_ahead=True, **options)
-    found = disturbed.disturb(engine, 120, random.Random(seed), monkeypatch)
+    found = disturbed.disturb(engine, 160, random.Random(seed), monkeypatch)
     assert len(found) > 15
     alone = served.engine(num_pages=64)
     for prompt, asked, tokens in found:

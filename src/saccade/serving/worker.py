@@ -124,6 +124,7 @@ class Worker:
         self._submitted: deque[Request] = deque()
         self._lock = threading.RLock()
         self._half_done = False  # whether an exception now leaves a step half done
+        self._changed = False  # whether the last look at the model was refused
 
     def submit(self, request: Request) -> None:
         """One more request, with those that follow it; from any thread."""
@@ -243,8 +244,10 @@ class Worker:
     def _take_step(self) -> bool:
         """Take a step of a model that is what it was."""
         self._scheduler.trying = []
-        if self._submitted or not self._model.seems_same():
+        if self._submitted or self._changed or not self._model.seems_same():
+            self._changed = True  # in each step, until a look finds nothing
             self._look_at_weights()
+            self._changed = False
         self._take_in()
         try:
             return self._advance()
