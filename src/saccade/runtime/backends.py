@@ -60,6 +60,9 @@ SHORTEST_MASKED, SHORTEST_CAUSAL = 128, 512
 # Rows of packed sequences on average, of at most 64 channels and of more: at 128 rows it takes 0.95
 # and 0.71 of the Triton kernels' time forwards, 1.05 and 0.72 backwards.
 SHORTEST_PACKED = (192, 128)
+# Tokens of such short sequences in all: a backward pass over 8,192 waits for the host, which starts
+# more kernels of Hopper's, and takes 1.34 of the Triton kernels' time; over 16,384 0.72.
+FEW_TOKENS = 16384
 MEASURED_MASKS = frozenset({"causal", "window", "key_lengths", "documents", "blocks"})
 WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
 # Of the gated delta rule, each a program's: of 32 it takes 1.22 of the Triton kernels' time, of 64
@@ -137,6 +140,8 @@ def _hopper_backward_not_preferred(problem: Problem) -> str | None:
     short = problem.query_len <= SHORTEST_CAUSAL and not problem.packed
     if narrow and short and is_causal(problem.mask):
         return f"up to {SMALLEST_WIDTH} channels causal calls of {SHORTEST_CAUSAL} rows are slower"
+    if problem.packed and problem.query_len < min(SHORTEST_PACKED[0] * problem.batch, FEW_TOKENS):
+        return f"fewer than {FEW_TOKENS} tokens of short packed sequences wait for the host"
     return _unmeasured(problem)
 
 
@@ -153,7 +158,7 @@ def lengths_kind(query_len: int, kv_len: int, sequences: int | None = None) -> t
     if sequences is None:
         return kv_len == 0, bisect.bisect_right(LENGTHS, query_len)
     short = tuple(query_len < rows * sequences for rows in SHORTEST_PACKED)
-    return kv_len == 0, query_len == 0, short
+    return kv_len == 0, query_len == 0, short, query_len < FEW_TOKENS
 
 
 def _width(channels: int) -> int:
