@@ -12,7 +12,7 @@ import torch
 from pairs import covering
 
 import saccade
-from saccade.serving import scheduler
+from saccade.serving import capacity
 
 NEW = 10
 GREEDY = {"max_new_tokens": NEW, "stop_tokens": ()}
@@ -92,9 +92,9 @@ def test_swapped_pages_take_a_part_of_what_the_host_has_left(
     model = served.model("llama")
     of_page = 0
     monkeypatch.setattr(
-        scheduler,
+        capacity,
         "available_memory",
-        lambda: None if room is None else int(room * of_page / scheduler.PART_OF_HOST),
+        lambda: None if room is None else int(room * of_page / capacity.PART_OF_HOST),
     )
     pages = saccade.Engine(model, num_pages=1, page_size=4).cache.pages
     of_page = sum(

@@ -3,7 +3,6 @@
 import time
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from hypothesis import strategies as st
 from saccade import OutOfPagesError, PagedCache
 from saccade.serving.decoding import Sampling
 from saccade.serving.request import Limits, Request, RequestState
-from saccade.serving.scheduler import Scheduler, available_memory, choose_threads
+from saccade.serving.scheduler import Scheduler, choose_threads
 
 SIZES: dict[str, Any] = {"kv_heads": 1, "head_dim": 1}
 
@@ -235,32 +234,3 @@ def test_the_fastest_is_taken(four: None, fastest: int) -> None:
 
     assert choose_threads(work) == torch.get_num_threads() == fastest
     assert set(tried) == {1, 2, 4}
-
-
-@pytest.mark.parametrize(
-    ("files", "bytes_left"),
-    [
-        ({}, None),
-        ({"proc/meminfo": "MemTotal: 9 kB\nMemAvailable:   7 kB\n"}, 7 << 10),
-        ({"proc/meminfo": "MemTotal: 9 kB\n"}, None),
-        ({"proc/meminfo": "MemAvailable: many kB\n"}, None),
-        ({"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}, None),
-        ({"sys/fs/cgroup/memory.max": "9\n", "sys/fs/cgroup/memory.current": "5\n"}, 4),
-        ({"sys/fs/cgroup/memory.max": "5\n", "sys/fs/cgroup/memory.current": "9\n"}, 0),
-        (
-            {
-                "proc/meminfo": "MemAvailable: 1 kB\n", "sys/fs/cgroup/memory.max": "4096\n",
-                "sys/fs/cgroup/memory.current": "0\n",
-            },
-            1 << 10,
-        ),
-    ],
-)  # fmt: skip
-def test_what_the_system_and_a_container_have_left(
-    tmp_path: Path, files: dict[str, str], bytes_left: int | None
-) -> None:
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="ascii")
-    assert available_memory(tmp_path) == bytes_left

@@ -10,6 +10,7 @@ from typing_extensions import Unpack
 
 from saccade import PagedCache
 from saccade.serving.caller_modes import without_callers_modes
+from saccade.serving.capacity import Capacity, make_capacity
 from saccade.serving.compiled_layers import compile_layers, read_compile
 from saccade.serving.decode_steps import Decoder, read_batch_sizes, why_eager
 from saccade.serving.decoding import Lanes, Sampling, TextStream, Tokenizer, check_number
@@ -33,7 +34,7 @@ from saccade.serving.request import (
     read_prompt,
     read_sampling,
 )
-from saccade.serving.scheduler import Capacity, Preemption, Scheduler, make_capacity
+from saccade.serving.scheduler import Preemption, Scheduler
 from saccade.serving.states import explain_states
 
 MAX_BATCH_TOKENS = 384
