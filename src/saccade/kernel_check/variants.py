@@ -98,7 +98,8 @@ DELTA_LENGTHS = (512, 8192, 65536)
 
 FP8_ARCHITECTURES = ("sm_89", "sm_90", "sm_100", "sm_120")
 """Whose products of e4m3 numbers kernels use."""
-FP8_LENGTHS = (256, 4096)
+FP8_LENGTHS = (256, 4096, 16384, 32768)
+"""Of every number of keys that one program sums, a constant of kernels, up to so many rows."""
 
 LEAN = {"TRITON_DISABLE_LINE_INFO": "1"}
 """What Triton is told: which line an instruction came from takes more memory than all code."""

@@ -250,7 +250,8 @@ class Fp8Call:
         )
         constants = {
             "VALUE_DIM": self.value_dim, "VALUE_WIDTH": self.value_width,
-            **self._transform(), "HEAD_WIDTH": self.head_width, "SUM_ROWS": self.sum_rows,
+            **self._transform(), "HEAD_WIDTH": self.head_width,
+            "SUM_ROWS": SUM_ROWS if sums is None else self.sum_rows,  # else one more kernel
             "SCALES": scales, "AS_OPERAND": self.as_operand,
         }  # fmt: skip
         programs = (
