@@ -626,6 +626,9 @@ def _refused(group: Any) -> None:
     refused(TypeError, ["mask: got one beside a plan"], lambda: parallel.attention(
         *torch.zeros(3, 1, 4, 12, 8), plan=parallel.plan(None, 24, group), mask=masks.causal()
     ))  # fmt: skip
+    refused(TypeError, ["whatever: an unknown option; takes score, "], lambda: parallel.attention(
+        *torch.zeros(3, 1, 4, 12, 8), plan=parallel.plan(None, 24, group), whatever=1
+    ))  # fmt: skip
     refused(TypeError, ["plan: got NoneType"], lambda: parallel.attention(
         *torch.zeros(3, 1, 4, 12, 8), plan=None  # type: ignore[arg-type]
     ))  # fmt: skip

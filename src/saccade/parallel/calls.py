@@ -23,7 +23,7 @@ from saccade.parallel.exchange import summed
 from saccade.parallel.local import LocalCall, Options
 from saccade.parallel.planner import PLANS, Plan
 from saccade.runtime import arguments, backends, shards
-from saccade.runtime.arguments import unknown_options
+from saccade.runtime.arguments import options_of, unknown_options
 from saccade.runtime.spec import Inputs, KernelConfig, Variant, accumulate_dtype
 from saccade.runtime.validation import cast, new_seed, problem_of
 from saccade.scores import AnyScore, Score, as_score
@@ -216,7 +216,7 @@ def _computed(
     fault, call, facts, mesh = None, None, {}, None
     try:
         if unknown:
-            raise _unknown(unknown)
+            raise _unknown(unknown, flags.packed)
         rows, mesh = local_rows(plan, rows, 0 if flags.packed else 2)
         if shards.any_sharded(sinks):
             raise TypeError("sinks: got a DTensor, takes a plain tensor, whole on every rank")
@@ -259,7 +259,7 @@ def _into_graph(
 ) -> Any:  # fmt: skip
     """A call that Dynamo traces: it puts `_traced` into its graph, whose arguments are plain."""
     if unknown:
-        raise _unknown(unknown)
+        raise _unknown(unknown, flags.packed)
     (query, key, value), mesh = local_rows(plan, rows, 0 if flags.packed else 2)
     found = as_score(score)
     where = query.device if isinstance(query, Tensor) else torch.device("cpu")
@@ -309,12 +309,12 @@ def _failing(
     return (output, lse) if flags.return_lse else output
 
 
-def _unknown(unknown: Mapping[str, Any]) -> TypeError:
+def _unknown(unknown: Mapping[str, Any], packed: bool) -> TypeError:
     for name in ("mask", "causal", "cu_seqlens_q", "cu_seqlens_k"):
         if name in unknown:
             advice = "plan.for_mask(mask)" if name in ("mask", "causal") else "plan(mask, offsets)"
             return TypeError(f"{name}: got one beside a plan, which has its own; use {advice}")
-    return unknown_options(unknown)
+    return unknown_options(unknown, options_of(attention_varlen if packed else attention))
 
 
 def _checked(

@@ -25,11 +25,6 @@ from saccade.runtime.spec import DTYPES, QUANTISED, Inputs, KernelConfig, PagedI
 
 # ---- options of other libraries ------------------------------------------------------------------
 
-OPTIONS = (
-    "mask", "causal", "score", "scale", "sinks", "dropout_p", "return_lse",
-    "return_max_logit", "deterministic", "implementation", "config", "cu_seqlens_q",
-    "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k",
-)  # fmt: skip
 BIAS = "score=saccade.scores.bias(tensor) for numbers that are added, mask=tensor for bools"
 WRITE = {
     "is_causal": 'mask=saccade.masks.causal("top_left"), which is what PyTorch means by it',
@@ -68,7 +63,7 @@ def options_of(function: Callable[..., Any], shared: Iterable[str] = ()) -> tupl
     return tuple(sorted(names, key=lambda name: "_seqlen" in name or "_scale" in name))
 
 
-def unknown_options(unknown: Iterable[str], takes: Sequence[str] = OPTIONS) -> TypeError:
+def unknown_options(unknown: Iterable[str], takes: Sequence[str]) -> TypeError:
     """The error for options that a call does not have, with what to write instead.
 
     takes: the names of its own options, see `options_of`.
