@@ -25,7 +25,9 @@ from saccade.integrations.transformers import register, shard_sequences
 
 STEPS = 3
 MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped")
-GRAPHS = ("layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2")
+GRAPHS = (
+    "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
+)  # fmt: skip
 
 
 def batches(model: str) -> list[dict[str, Tensor]]:
@@ -40,6 +42,10 @@ def batches(model: str) -> list[dict[str, Tensor]]:
         if model == "packed":
             parts = [torch.arange(size) for size in (7, 20 + step, 14 - step)]
             batch["position_ids"] = torch.cat(parts)[None]
+        if model.startswith("told"):  # what makes no difference
+            batch["attention_mask"] = torch.ones_like(tokens)
+            if step:
+                batch["position_ids"] = torch.arange(shape[1])[None]
         found.append(batch)
     return found
 
@@ -47,8 +53,8 @@ def batches(model: str) -> list[dict[str, Tensor]]:
 def compile_inside(model: Any, part: str) -> None:
     """Let graphs follow a model's layers, all that is inside of its loss, or all of it."""
     torch.compiler.reset()
-    parts = {"layers": model.model.layers, "inside": [model.model], "whole": [model]}
-    for module in parts[part]:
+    parts = {"layers": model.model.layers, "inside": [model.model]}
+    for module in parts.get(part, [model]):
         module.compile(backend="aot_eager", fullgraph=True)
 
 
@@ -107,6 +113,24 @@ def refusals() -> dict[str, str]:
     return found
 
 
+def refusals_in_graphs() -> dict[str, str]:
+    """What is said to batches that a graph of a whole model cannot be of."""
+    torch.compiler.reset()
+    model: Any = shard_sequences(tiny_models.llama(), dist.group.WORLD)
+    model.compile(backend="aot_eager", fullgraph=True)
+    tokens, found = torch.ones(2, 8, dtype=torch.long), {}
+    model(input_ids=tokens, attention_mask=tokens)
+    for name, options in {
+        "padding": {"attention_mask": tokens.clone().index_fill(1, torch.tensor([0]), 0)},
+        "packed": {"position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])},
+    }.items():
+        try:
+            model(input_ids=tokens, **options)
+        except ValueError as error:
+            found[name] = str(error)
+    return found
+
+
 def run_rank(rank: int, world: int, folder: Path) -> None:
     models = MODELS if world < 4 else ("packed",)
     with joined(rank, world, folder) if world > 1 else nullcontext():
@@ -118,7 +142,9 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
 
 def run_graphs(rank: int, world: int, folder: Path) -> None:
     with joined(rank, world, folder) if world > 1 else nullcontext():
-        said = {name: trained(name, world) for name in GRAPHS}
+        said: dict[str, Any] = {name: trained(name, world) for name in GRAPHS}
+        if world > 1:
+            said["refusals"] = refusals_in_graphs()
     (folder / f"trained.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
 
 

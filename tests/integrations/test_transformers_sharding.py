@@ -17,7 +17,9 @@ import torch
 # transformers takes seconds to import: the processes alone do so.
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
 MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped")
-GRAPHS = ("layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2")
+GRAPHS = (
+    "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
+)  # fmt: skip
 STEPS = 3
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None
@@ -33,6 +35,11 @@ REFUSED = {
     "positions": "position_ids: got shape (2, 8), takes [1, 8]",
     "convolution": "model: got mixer, a convolution along rows",
     "chunks": "model: got layers of chunked_attention, takes full_attention or sliding_attention",
+}
+
+REFUSED_IN_GRAPHS = {
+    "padding": "attention_mask: got padding, takes None",
+    "packed": "position_ids: got sequences packed into one row in a graph of the whole model",
 }
 
 
@@ -77,6 +84,10 @@ def test_graphs_of_a_model_train_as_one_process(tmp_path: Path) -> None:
     trained = said_by(tmp_path, (1, 2), "--compiled")
     for name in GRAPHS:
         assert_as_alone(trained, name)
+    for rank in range(2):
+        found = trained[2, rank]["refusals"]
+        assert found.keys() == REFUSED_IN_GRAPHS.keys()
+        assert all(text in found[name] for name, text in REFUSED_IN_GRAPHS.items())
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank(

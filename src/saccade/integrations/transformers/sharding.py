@@ -22,6 +22,10 @@ from saccade.integrations.transformers.attention import CAUSAL, NAME, register
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
+torch.library.define(
+    "saccade::positions_of_one_sequence", "(Tensor position_ids, Tensor? attention_mask) -> Tensor"
+)
+
 ATTENDING = ("full_attention", "sliding_attention")  # layers, as configs call them
 IGNORED = -100  # of labels, in transformers
 # What a model's forward pass may be given beside tokens, labels and positions.
@@ -148,20 +152,25 @@ class _Sharded:
         use_cache: bool | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """The forward pass of this rank's rows."""
-        _check(input_ids, labels, attention_mask, position_ids, options)
+        _check(input_ids, labels, position_ids, options)
         assert input_ids is not None
-        documents = _documents_of(position_ids)
+        in_graph = torch.compiler.is_compiling()
+        if not in_graph:
+            _check_unpadded(attention_mask)
+        documents = None if in_graph else _documents_of(position_ids)
         # Dynamo makes numbers of what a range is as long as, and a graph of one shape by that.
         batch, length = (len(range(size)) for size in input_ids.shape)
         device = input_ids.device
         if documents is None:
-            in_graph = torch.compiler.is_compiling()
             rows = getattr(self.known, self._planned(batch, length, device, in_graph))
         else:
             rows = self._rows((batch, length), documents, device)
         self.model.sequence_plan = rows.plan
+        looked_at = position_ids is not None or attention_mask is not None
         if position_ids is None:
             position_ids = torch.arange(length, device=device)[None]
+        if in_graph and looked_at:  # each time it runs: it holds for what it was traced without
+            position_ids = torch.ops.saccade.positions_of_one_sequence(position_ids, attention_mask)
         if labels is not None:
             shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
             local = shifted.index_select(1, rows.index)
@@ -250,16 +259,39 @@ def _masks_of_layers(config: Any) -> list[masks.Mask]:
     return [mask for mask in (causal, windowed) if mask is not None]
 
 
+def _begins_anew(position_ids: Tensor) -> bool:
+    return bool((position_ids[:, 1:] == 0).any())
+
+
+def _positions_of_one(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    """Positions, once it is known that they are of one sequence without padding."""
+    _check_unpadded(attention_mask)
+    if _begins_anew(position_ids):
+        raise ValueError(
+            "position_ids: got sequences packed into one row in a graph of the whole model, takes "
+            "one sequence there; compile model.model, outside of which each batch is planned"
+        )
+    return position_ids.clone()
+
+
+def _like_positions(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
+    return torch.empty_like(position_ids)
+
+
+torch.library.impl(
+    "saccade::positions_of_one_sequence", "CompositeExplicitAutograd", _positions_of_one
+)
+torch.library.register_fake("saccade::positions_of_one_sequence", _like_positions)
+
+
 def _documents_of(position_ids: Tensor | None) -> masks.Mask | None:
     """The mask of sequences packed into one row, which begin anew at position 0."""
-    if position_ids is None or not bool((position_ids[:, 1:] == 0).any()):
+    if position_ids is None or not _begins_anew(position_ids):
         return None
     return masks.documents((position_ids == 0).long().cumsum(1))
 
 
-def _check(
-    input_ids: Any, labels: Any, attention_mask: Any, position_ids: Any, options: dict[str, Any]
-) -> None:
+def _check(input_ids: Any, labels: Any, position_ids: Any, options: dict[str, Any]) -> None:
     """Refuse what would be computed of some rows as if they were all."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise TypeError(f"input_ids: got {_kind(input_ids)}, takes a tensor [batch, length]")
@@ -269,13 +301,16 @@ def _check(
     shape = tuple(input_ids.shape)
     if labels is not None and tuple(labels.shape) != shape:
         raise ValueError(f"labels: got {_kind(labels)}, takes the shape of input_ids, {shape}")
+    if position_ids is not None and tuple(position_ids.shape) != (1, shape[1]):
+        raise ValueError(f"position_ids: got {_kind(position_ids)}, takes [1, {shape[1]}]")
+
+
+def _check_unpadded(attention_mask: Tensor | None) -> None:
     if attention_mask is not None and not bool(attention_mask.bool().all()):
         raise ValueError(
             "attention_mask: got padding, takes None; pack sequences into one row and say by "
             "position_ids where they begin"
         )
-    if position_ids is not None and tuple(position_ids.shape) != (1, shape[1]):
-        raise ValueError(f"position_ids: got {_kind(position_ids)}, takes [1, {shape[1]}]")
 
 
 def _kind(value: Any) -> str:
