@@ -475,7 +475,8 @@ def _recurrences_differ(group: Any) -> None:
         texts = [text] if rank == 1 else ["another rank could not begin this call: rank 1", text]
         kind: type[Exception] = error if rank == 1 else ValueError
         refused(kind, texts, lambda o=options, d=delta: called_with(**(o if rank == 1 else d)))
-    refused(TypeError, ["unknown arguments ['key_lengths']"], lambda: called_with(key_lengths=1))
+    texts = ["key_lengths: an unknown option; takes align, causal, config, decay"]
+    refused(TypeError, texts, lambda: called_with(key_lengths=1))
     called_with()  # and go on
     called_with(delta=True)
 

@@ -24,7 +24,7 @@ from saccade.parallel.agreement_op import GraphFault, agreed_in_graph
 from saccade.parallel.exchange import Counts, Message, summed_over_ranks, waiting_for
 from saccade.parallel.planner import Plan
 from saccade.runtime import shards
-from saccade.runtime.arguments import check_flag
+from saccade.runtime.arguments import check_flag, unknown_options
 from saccade.runtime.spec import accumulate_dtype
 
 Compared = Callable[[Tensor], Tensor]
@@ -312,7 +312,7 @@ def agreed(
     return_state = given.pop("return_state", False)
     try:
         if unknown := sorted(set(options) - taken):
-            raise TypeError(f"{name}: got the unknown arguments {unknown}")
+            raise unknown_options(unknown, sorted(taken))
         check_flag("return_state", return_state)
         found, facts = prepare(given, return_state)
     except (TypeError, ValueError, NotImplementedError) as error:
