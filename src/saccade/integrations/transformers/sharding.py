@@ -166,11 +166,12 @@ class _Sharded:
         else:
             rows = self._rows((batch, length), documents, device)
         self.model.sequence_plan = rows.plan
-        looked_at = position_ids is not None or attention_mask is not None
-        if position_ids is None:
-            position_ids = torch.arange(length, device=device)[None]
-        if in_graph and looked_at:  # each time it runs: it holds for what it was traced without
-            position_ids = torch.ops.saccade.positions_of_one_sequence(position_ids, attention_mask)
+        positions = torch.arange(length, device=device)[None]
+        if position_ids is not None:
+            positions = position_ids
+        if in_graph and (position_ids is not None or attention_mask is not None):
+            # Each time the graph runs, whose plan is of one sequence.
+            positions = torch.ops.saccade.positions_of_one_sequence(positions, attention_mask)
         if labels is not None:
             shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
             local = shifted.index_select(1, rows.index)
@@ -180,7 +181,7 @@ class _Sharded:
             }  # fmt: skip
         output = self.whole(
             input_ids=input_ids.index_select(1, rows.index),
-            position_ids=position_ids.index_select(1, rows.index),
+            position_ids=positions.index_select(1, rows.index),
             use_cache=False, saccade_step=rows, **options,
         )  # fmt: skip
         if labels is not None and self.group is not None:
