@@ -1,7 +1,6 @@
 """Cases of an engine whose model is shared out over two processes.
 
     python tests/rank_cases.py FOLDER
-    python tests/rank_cases.py FOLDER --nccl  # on two GPUs
 
 Processes are forked once the models are made, and what one process gives is known. Each rank writes
 what went wrong, "" where nothing did, to a file. What ends a rank has worlds of its own.
@@ -10,6 +9,7 @@ what went wrong, "" where nothing did, to a file. What ends a rank has worlds of
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import sys
@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import served
 import tiny_families
@@ -29,6 +30,7 @@ from transformers.distributed.configuration_utils import DistributedConfig
 from worlds import joined, run_worlds
 
 import saccade
+from saccade.serving import compiled_layers, rank_sums
 from saccade.serving.request import Generated
 
 WORLD = 2
@@ -127,6 +129,84 @@ def tokens_are_those_of_one_process(rank: int, folder: Path) -> None:
             found = engine.generate(served.prompts(), max_new_tokens=10, stop_tokens=[])
             assert served.tokens_of(found) == ALONE[name]
             assert engine.statistics().preemptions > 0
+
+        with_ranks(rank, engine, work)
+
+
+class MemoryByMessages(rank_sums.PeerMemory):
+    """What GPUs read of one another, where there is none: parts come by gloo."""
+
+    sums = 0
+    reverse = False  # whether ranks add from the last one on
+
+    def __init__(self, group: Any, nbytes: int, device: torch.device) -> None:
+        self.group, self.nbytes = group, nbytes
+        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+
+    def sum(self, part: torch.Tensor) -> torch.Tensor:
+        parts = [torch.empty_like(part) for _ in range(WORLD)]
+        dist.all_gather(parts, part, group=self.group)
+        type(self).sums += 1
+        if self.reverse:  # so that ranks differ in the last bit, as no rounding is alike
+            return parts[1] * 1.0000001 + parts[0]
+        return parts[0] + parts[1]
+
+
+def compiled_engine(rank: int, memory: Any, **options: Any) -> saccade.Engine:
+    """An engine whose ranks say that they reach each other's memory."""
+    seat = rank_sums.Seat("here", str(rank), ("0", "1"), "")
+    plain = functools.partial(compiled_layers.CompiledLayers, backend="aot_eager")
+    rank_sums._memory_of.clear()
+    with (
+        patch.object(rank_sums, "seat_of", lambda device: seat),
+        patch.object(rank_sums, "PeerMemory", memory),
+        patch.object(rank_sums, "DTYPES", (torch.float64,)),  # of the model, whose tokens are exact
+        patch.object(compiled_layers, "CompiledLayers", plain),
+    ):
+        return engine_of("llama", compile=True, **options)
+
+
+@case
+def sums_by_memory_give_the_tokens_of_one_process(rank: int, folder: Path) -> None:
+    engine = compiled_engine(rank, MemoryByMessages, merge_products=True)
+    said = engine.explain()
+    assert "4 groups of products are merged in compiled layers" in said, said
+    assert "sums of at most 256 KiB in their layers go by memory that all of them read" in said
+    assert "2 layers are compiled as one" in said and ", 2 sums over ranks in each" in said
+    MemoryByMessages.sums = 0
+
+    def work() -> None:
+        found = engine.generate(served.prompts(), max_new_tokens=10, stop_tokens=[])
+        assert served.tokens_of(found) == ALONE["llama"]
+
+    with patch.object(rank_sums, "DTYPES", (torch.float64,)):
+        with_ranks(rank, engine, work)
+    layers = served.model("llama").config.num_hidden_layers
+    assert MemoryByMessages.sums == 2 * layers * engine.statistics().steps  # none by messages
+
+
+@case
+def memory_that_gives_something_else_is_not_used(rank: int, folder: Path) -> None:
+    class Reversed(MemoryByMessages):
+        reverse = True
+
+    class Apart(MemoryByMessages):
+        def __init__(self, *arguments: Any) -> None:
+            if rank == 1:  # and rank 0 begins no sum alone
+                raise RuntimeError("no handle for this memory\nand more")
+            super().__init__(*arguments)
+
+    for memory, reason in (
+        (Reversed, "sums in torch.float64 were not those of all ranks' parts"),
+        (Apart, "no handle for this memory"),
+    ):
+        engine = compiled_engine(rank, memory)
+        assert "their sums go by gloo: " in engine.explain() and reason in engine.explain()
+        assert not rank_sums._memory_of
+
+        def work(engine: saccade.Engine = engine) -> None:
+            found = engine.generate(served.prompts()[:1], max_new_tokens=4, stop_tokens=[])
+            assert served.tokens_of(found) == [ALONE["llama"][0][:4]]
 
         with_ranks(rank, engine, work)
 

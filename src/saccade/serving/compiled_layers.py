@@ -28,6 +28,7 @@ from saccade import masks, scores
 from saccade.serving.compiled_products import with_products_of_all
 from saccade.serving.merged_products import MergedProducts
 from saccade.serving.model import PackedModel, check_packed_passes, window_of
+from saccade.serving.rank_sums import with_sums_by_memory
 
 # As many graphs as a model may have layers that differ (in windows, experts, sizes).
 MOST_GRAPHS = 64
@@ -102,14 +103,23 @@ class CompiledLayers:
     Args:
         backend: of `torch.compile`.
         merges: whether products of equal rows are one, over weights that lie side by side.
+        sums: whether small sums over ranks go by memory that ranks read of one another.
+
+    Attributes:
+        sums: of each graph, how many such sums it has.
+        merged: the products that are merged in the model's own layers.
     """
 
     def __init__(
         self, model: torch.nn.Module, backend: str | Callable[..., Any] = "inductor",
-        *, merges: bool = False,
+        *, merges: bool = False, sums: bool = False,
     ):  # fmt: skip
+        self.sums: list[int] = []
+        self.merged: Any = None
+        plain = lookup_backend(backend) if isinstance(backend, str) else backend
+        if sums:
+            backend = plain = with_sums_by_memory(plain, self.sums.append)
         if merges:
-            plain = lookup_backend(backend) if isinstance(backend, str) else backend
             backend = with_products_of_all(plain)
         self._layers: list[tuple[Any, Callable[..., Any]]] = [
             (layer, torch.compile(layer._call_impl, dynamic=True, backend=backend))
@@ -187,8 +197,9 @@ def read_compile(asked: bool | Literal["auto"], *, by_default: bool) -> bool:
 
 
 def compile_layers(
-    model: PackedModel, page_size: int, options: Mapping[str, Any], progress: bool
-) -> str:
+    model: PackedModel, page_size: int, options: Mapping[str, Any], progress: bool,
+    *, sums: bool = False,
+) -> str:  # fmt: skip
     """Compile a model's layers for all its steps, and try whether they give what it gives.
 
     A model whose code cannot be compiled, or gives other logits then, goes on as it is. Products
@@ -197,6 +208,7 @@ def compile_layers(
     Args:
         page_size, options: of the engine.
         progress: whether to say so on the standard error, if that is a terminal.
+        sums: whether small sums over ranks go by memory that ranks read of one another.
 
     Returns:
         How it went, for users to read.
@@ -208,7 +220,8 @@ def compile_layers(
         return "no layers are compiled: states are handed to them, which a graph does not do"
     before = model.step_layers
     merges = isinstance(before, MergedProducts) and before.complete
-    layers = CompiledLayers(model.module, merges=merges)
+    layers = CompiledLayers(model.module, merges=merges, sums=sums)
+    layers.merged = before  # which holds the weights that lie side by side
     if not len(layers):
         return f"no layers are compiled: {model.name} has no list of layers that attend"
     console = Console(stderr=True)
@@ -224,6 +237,8 @@ def compile_layers(
         said = " ".join(str(error).split()) or type(error).__name__
         return f"no layers are compiled: {shorten(said, 300)}"
     said = f"{len(layers)} layers are compiled as one ({time.perf_counter() - begin:.1f} s)"
+    if sums:
+        said += f", {max(layers.sums, default=0)} sums over ranks in each"
     if before is not None and not merges:
         said += ", each product by itself, as some are not merged"
     return said

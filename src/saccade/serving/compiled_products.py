@@ -73,6 +73,9 @@ def join_products(graph: Graph) -> int:
 def _join(graph: Graph, group: Sequence[Node]) -> None:
     weights = [node.args[1] for node in group]
     biases = [node.args[2] for node in group] if _bias(group[0]) else []
+    for each in (*weights, *biases):
+        if each.op != "placeholder":  # a rank's part of an input, and of nothing else
+            group[0].prepend(each)
     with graph.inserting_before(group[0]):
         whole = graph.call_function(
             torch.ops.saccade.product_of_all.default, (_rows(group[0]), weights, biases)
@@ -87,16 +90,28 @@ def _join(graph: Graph, group: Sequence[Node]) -> None:
 
 
 def _is_linear(node: Node) -> bool:
-    """Whether a node multiplies rows by weights that are inputs of the graph, and plain tensors."""
+    """Whether a node multiplies rows by weights that are inputs of the graph, or a rank's parts of
+    such, and plain tensors."""
     others = [each for each in node.args[1:] if each is not None]
     return (
         node.op == "call_function"
         and node.target is F.linear
         and not node.kwargs
         and isinstance(_rows(node), Node)
-        and all([isinstance(each, Node) and each.op == "placeholder" for each in others])
+        and all([isinstance(each, Node) and _is_input(each) for each in others])
         and all([_is_plain(_value(each), _value(_rows(node)).dtype) for each in others])
     )
+
+
+def _is_input(node: Node) -> bool:
+    """Whether a node is an input of the graph, or this rank's part of one."""
+    if node.op == "placeholder":
+        return True
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    if name not in ("to_local", "prim_to_local") or len(node.args) != 1 or node.kwargs:
+        return False
+    source = node.args[0]
+    return isinstance(source, Node) and source.op == "placeholder"
 
 
 def _is_plain(value: Tensor, dtype: torch.dtype) -> bool:

@@ -18,6 +18,7 @@ from saccade.serving.merged_products import check_merged, read_merge
 from saccade.serving.model import PackedModel
 from saccade.serving.positions import read_max_length
 from saccade.serving.prompt_steps import PromptSteps, read_prompt_sizes
+from saccade.serving.rank_sums import make_peer_memory
 from saccade.serving.rank_workers import FollowingWorker, worker_for
 from saccade.serving.ranks import Arrival, read_ranks
 from saccade.serving.request import (
@@ -151,7 +152,7 @@ class Engine:
                 f"max_batch_tokens: got {max_batch_tokens}, takes {max_sequences} or more, which "
                 "is max_sequences"
             )
-        self._ranks = read_ranks(model, rank_timeout, merge_products is True)
+        self._ranks = read_ranks(model, rank_timeout)
         self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
         max_length = read_max_length(self._model, max_length)
@@ -170,6 +171,9 @@ class Engine:
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
         reason = why_eager(self._model, cuda_graphs, self.ranks)
         asked = read_compile(compile, by_default=not reason)
+        merges = read_merge(
+            merge_products, by_default=asked and not reason, shared_out=self.ranks > 1 and not asked
+        )
         sizes = read_batch_sizes(batch_sizes, max_sequences, padded=not reason)
         tries = not reason if warm_up is None else warm_up
         rows = read_prompt_sizes(prompt_sizes, max_batch_tokens, padded=tries and not reason)
@@ -180,10 +184,18 @@ class Engine:
                 "pages": (self.cache.num_pages, page_size, page_dtype, preemption, host_pages),
                 "sizes": (max_batch_tokens, max_sequences, max_length, sizes, rows),
                 "run_ahead": run_ahead, "warm_up": warm_up, "compile": asked, "steps": reason,
+                "merge_products": merges,
             })  # fmt: skip
-        merges = read_merge(merge_products, by_default=asked and not reason and self.ranks == 1)
         said = [check_merged(self._model, page_size, options, merges)]
-        said += [compile_layers(self._model, page_size, options, progress)] if asked else []
+        sums = ""  # why none go by memory that ranks read of one another
+        if self._ranks is not None:
+            dtype = self._model.module.dtype
+            sums = "nothing is compiled"
+            if asked:
+                sums = make_peer_memory(self._ranks, self._model.device, dtype)
+        if asked:
+            by_memory = self._ranks is not None and not sums
+            said.append(compile_layers(self._model, page_size, options, progress, sums=by_memory))
         self._layers = "\n".join(filter(None, said))
         lanes = Lanes(max_sequences, self._model.num_logits, self._model.device)
         self._decoder = Decoder(self._model, self.cache, options, lanes, max_length, sizes, reason)
@@ -195,6 +207,7 @@ class Engine:
             layers = "compiled" if self._model.step_layers is not None else "the model's"
             steps = self._decoder.reason or "captured", self._prompts.sizes
             self._ranks.agree({"steps": steps, "layers": layers})
+            self._ranks.sums = sums or ("" if layers == "compiled" else "layers are not compiled")
         self._worker = worker_for(
             self._ranks, self._model, self.cache, self._scheduler, self._decoder, self._prompts,
             lanes, ahead=ahead,

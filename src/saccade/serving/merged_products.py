@@ -17,6 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from textwrap import shorten
 from typing import Any, Literal, NamedTuple, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 import torch.nn.functional as F
@@ -151,7 +152,7 @@ def merge_products(model: PackedModel) -> str:
         How it went, for users to read.
     """
     found, reasons = list[MergedGroup](), Counter[str]()
-    others = Counter(each.untyped_storage().data_ptr() for each in model.module.parameters())
+    others = Counter(_own(each).untyped_storage().data_ptr() for each in model.module.parameters())
     for layers in linears_of_equal_rows(model):
         reason = why_not(layers, others)
         if reason:
@@ -162,17 +163,29 @@ def merge_products(model: PackedModel) -> str:
     if found:
         model.call_with(MergedProducts(found, complete=not reasons))
         size = sum(group.nbytes for group in found) / 2**20
-        said.insert(0, f"{len(found)} groups of products are merged ({size:.1f} MiB of weights "
-                    "moved, none copied for good)")  # fmt: skip
+        where = " in compiled layers" if any(map(_is_shared_out, found[0].layers)) else ""
+        said.insert(0, f"{len(found)} groups of products are merged{where} ({size:.1f} MiB of "
+                    "weights moved, none copied for good)")  # fmt: skip
     return "\n".join(said) or "no products are merged: no linear layers are given the same rows"
 
 
-def read_merge(asked: bool | Literal["auto"], *, by_default: bool) -> bool:
+def read_merge(
+    asked: bool | Literal["auto"], *, by_default: bool, shared_out: bool = False
+) -> bool:
     """Whether products are to be merged.
 
+    Args:
+        shared_out: whether ranks share layers that are not compiled.
+
     Raises:
-        ValueError: for what is neither a bool nor "auto".
+        ValueError: for what is neither a bool nor "auto", and for layers that are shared out as
+            they are.
     """
+    if asked is True and shared_out:
+        raise ValueError(
+            "merge_products: got True with a model whose weights are shared out, takes it with "
+            "compile=True or with one process"
+        )
     if isinstance(asked, bool):
         return asked
     if asked != "auto":
@@ -218,21 +231,25 @@ def why_not(layers: Sequence[Linear], in_storage: Counter[int]) -> str:
     if kinds:
         names = ", ".join(sorted(kind.__name__ for kind in kinds))
         return f"a layer is a {names}, no plain Linear"
-    if any("forward" in vars(layer) for layer in layers):
+    shared_out = {_is_shared_out(layer) for layer in layers}
+    if len(shared_out) > 1:
+        return "some are shared out over ranks, others not"
+    if shared_out == {False} and any("forward" in vars(layer) for layer in layers):
         return "a layer's forward was replaced"
     if len({layer.bias is None for layer in layers}) > 1:
         return "some have a bias, others none"
     parameters = [
-        each for layer in layers for each in (layer.weight, layer.bias) if each is not None
+        _own(each) for layer in layers for each in (layer.weight, layer.bias) if each is not None
     ]
-    if any(type(each) is not Parameter for each in parameters):
+    plain = torch.Tensor if shared_out == {True} else Parameter
+    if any(type(each) is not plain for each in parameters):
         return "a weight is no plain parameter"
     if len({(each.dtype, each.device) for each in parameters}) > 1:
         return "weights are of unlike dtypes or devices"
     if any(each.is_inference() or not each.is_contiguous() for each in parameters):
         return "a weight was made in inference mode, or is not contiguous"
     names = ["weight"] if layers[0].bias is None else ["weight", "bias"]
-    if all(_follow([_parameter(layer, name) for layer in layers]) for name in names):
+    if all(as_one([_parameter(layer, name) for layer in layers]) is not None for name in names):
         # another engine has merged them
         return ""
     storages = [each.untyped_storage() for each in parameters]
@@ -246,11 +263,29 @@ def why_not(layers: Sequence[Linear], in_storage: Counter[int]) -> str:
 
 
 def _parameter(layer: Linear, name: str) -> Any:
-    return layer._parameters[name]
+    return _own(layer._parameters[name])
+
+
+def _own(parameter: Any) -> Any:
+    """A parameter, or this rank's part of one that is shared out."""
+    return getattr(parameter, "_local_tensor", parameter)
+
+
+def _is_shared_out(layer: Linear) -> bool:
+    """Whether ranks share a layer's weight: its forward is replaced then, by what sums or splits.
+    Products of such layers are merged where they are compiled."""
+    return hasattr(layer.weight, "_local_tensor")
+
+
+# Of parts that have storages of their own, by the first one's address.
+_whole_of: WeakValueDictionary[int, Tensor] = WeakValueDictionary()
 
 
 def as_one(parts: Sequence[Tensor]) -> Tensor | None:
     """Weights that lie one behind the other, as one tensor; None where they do not."""
+    whole = _whole_of.get(parts[0].data_ptr())
+    if whole is not None and _lie_in(parts, whole):
+        return whole
     if not _follow(parts):
         return None
     size = sum([part.shape[0] for part in parts])
@@ -270,16 +305,33 @@ def _follow(parts: Sequence[Tensor]) -> bool:
     return True
 
 
+def _lie_in(parts: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether tensors lie one behind the other where a whole lies, and are all of it."""
+    address, sizes, dtype = whole.data_ptr(), whole.shape[1:], whole.dtype
+    for part in parts:
+        if part.data_ptr() != address or not part.is_contiguous():
+            return False
+        if part.shape[1:] != sizes or part.dtype != dtype:
+            return False
+        address += part.nbytes
+    return address == whole.data_ptr() + whole.nbytes
+
+
 def _side_by_side(layers: Sequence[Linear], name: str) -> Tensor:
     """All weights or biases as one tensor, of which the layers' own become views."""
     parts = [_parameter(layer, name) for layer in layers]
+    shared_out = _is_shared_out(layers[0])
     with torch.inference_mode(False), torch.no_grad():
         found = as_one(parts)
         if found is not None:
             return found
         whole = torch.cat([part.data for part in parts])
         for part, view in zip(parts, whole.split([part.shape[0] for part in parts]), strict=True):
-            part.data = view
+            # Inputs of a graph that are wrapped must not share a storage, as PyTorch gives them one
+            # on no device while it traces.
+            part.data = torch.from_dlpack(view) if shared_out else view
+        if shared_out:
+            _whole_of[whole.data_ptr()] = whole
         if whole.device.type == "cuda":  # else blocks too small for the next group would pile up
             torch.cuda.empty_cache()
     return whole

@@ -32,6 +32,8 @@ class RankWorker(Worker):
     def __init__(self, ranks: Ranks, *parts: Any, ahead: bool):
         super().__init__(*parts, ahead=ahead)
         self._ranks, self._drawn = ranks, 0
+        # A device waits for others' parts of a sum without end, whatever has become of them.
+        self.device_seconds = ranks.seconds
 
     def stands(self) -> int:
         """A number for all that was done so far."""

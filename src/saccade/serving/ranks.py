@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from saccade import integrations
 from saccade.serving.decoding import Sampling, check_real
+from saccade.serving.rank_sums import MOST_BYTES
 from saccade.serving.request import Limits, Request
 
 T = TypeVar("T")
@@ -80,20 +81,21 @@ class Ranks:
     """
 
     def __init__(self, group: dist.ProcessGroup, seconds: float):
-        self.rank, self.count = group.rank(), group.size()
+        self.rank, self.count, self.group = group.rank(), group.size(), group
         members = dist.get_process_group_ranks(group)
         self._first = members[0]
         # Only these processes call this, whatever others there are.
         self._group: Any = dist.new_group(
             members, timedelta(seconds=seconds), backend="gloo", use_local_synchronization=True
         )
-        self._lock, self._seconds = threading.Lock(), seconds
+        self._lock, self.seconds = threading.Lock(), seconds
         self._last = time.monotonic()
         self.failure = ""
+        self.sums = ""  # why none go by memory that ranks read of one another
         self._end: Any = None
 
     @staticmethod
-    def of(model: Any, seconds: float, merge_products: bool) -> Ranks | None:
+    def of(model: Any, seconds: float) -> Ranks | None:
         """Those of a model that transformers has shared out; None of one that is whole.
 
         Raises:
@@ -114,11 +116,6 @@ class Ranks:
             raise ValueError(
                 f"{got} shared out over {said}, takes one of tensor parallelism alone "
                 "(DistributedConfig(tp_size=…))"
-            )
-        if merge_products:
-            raise ValueError(
-                "merge_products: got True with a model whose weights are shared out, takes it with "
-                "one process"
             )
         group = next(iter(meshes)).get_group()
         _check_heads(model, found, group.size(), got)
@@ -170,7 +167,7 @@ class Ranks:
         """Tell others from now on, from a thread, that rank 0 is there where nothing else is told;
         and in the end that this is the end."""
         self._end = weakref.finalize(self, _say_end, self._group, self._first)
-        every = self._seconds / 4
+        every = self.seconds / 4
         here = weakref.ref(self)
 
         def run() -> None:
@@ -228,9 +225,17 @@ class Ranks:
     def explain(self, kv_heads: Sequence[int]) -> str:
         """How the model is shared out."""
         heads = ", ".join(map(str, sorted(set(kv_heads))))
+        backend = dist.get_backend(self.group)
+        if self.sums:
+            sums = f"their sums go by {backend}: {self.sums}"
+        else:
+            sums = (
+                f"sums of at most {MOST_BYTES // 1024} KiB in their layers go by memory that all "
+                f"of them read, in the order of ranks, others by {backend}"
+            )
         return (
             f"{self.count} ranks, each with {heads} kv heads of every layer; requests come in at "
-            "rank 0"
+            f"rank 0; {sums}"
         )
 
 
@@ -248,7 +253,7 @@ class _Reporting:
             self._ranks.fail(error, self._doing)
 
 
-def read_ranks(model: Any, seconds: object, merge_products: bool) -> Ranks | None:
+def read_ranks(model: Any, seconds: object) -> Ranks | None:
     """The ranks of a model that is shared out, for an engine.
 
     Raises:
@@ -257,7 +262,7 @@ def read_ranks(model: Any, seconds: object, merge_products: bool) -> Ranks | Non
     check_real("rank_timeout", seconds)
     if not (isinstance(seconds, (int, float)) and 0 < seconds < 1e9):
         raise ValueError(f"rank_timeout: got {seconds}, takes a positive number of seconds")
-    return Ranks.of(model, float(seconds), merge_products)
+    return Ranks.of(model, float(seconds))
 
 
 def _check_heads(model: Any, found: Mapping[str, Any], ranks: int, got: str) -> None:

@@ -8,7 +8,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -41,6 +41,22 @@ class Drawn(NamedTuple):
     logprobs: list[TokenLogprob | None]
 
 
+def wait_for(done: Any, seconds: float | None) -> None:
+    """Wait for an event of a device.
+
+    Raises:
+        RuntimeError: where it has not come after so many seconds.
+    """
+    if seconds is None:
+        done.synchronize()
+        return
+    end = time.monotonic() + seconds
+    while not done.query():
+        if time.monotonic() > end:
+            raise RuntimeError(f"the device has not finished a step in {seconds:g} s")
+        time.sleep(0)  # lets other threads of this process run
+
+
 class UnderWay(NamedTuple):
     """A step that the device computes, or has computed, and nobody has looked at.
 
@@ -69,10 +85,17 @@ class UnderWay(NamedTuple):
         done.record()
         return cls(plan, requests, copied, done)
 
-    def look(self) -> list[Drawn]:
-        """Wait for the tokens, and give each chunk its own."""
+    def look(self, seconds: float | None = None) -> list[Drawn]:
+        """Wait for the tokens, and give each chunk its own.
+
+        Args:
+            seconds: that the device may take. None: without end.
+
+        Raises:
+            RuntimeError: where it takes longer.
+        """
         if self.done is not None:
-            self.done.synchronize()
+            wait_for(self.done, seconds)
         tokens, stop = self.chosen.tokens.tolist(), 0
         found = []
         for chunk, requests in zip(self.plan.chunks, self.requests, strict=True):
@@ -108,6 +131,7 @@ class Worker:
     """
 
     tries_again = True  # after a step that failed
+    device_seconds: float | None = None  # that a step may take there; None: without end
 
     def __init__(
         self, model: PackedModel, cache: PagedCache, scheduler: Scheduler, decoder: Decoder,
@@ -337,7 +361,7 @@ class Worker:
     def _finish(self, under_way: UnderWay) -> None:
         """Look at what a step gave; requests that ended meanwhile are none of its business."""
         drawn = [
-            each for each in under_way.look()
+            each for each in under_way.look(self.device_seconds)
             if each.chunk.request.state is not RequestState.DONE
         ]  # fmt: skip
         # Other requests may find what was computed only if its logits are finite.
