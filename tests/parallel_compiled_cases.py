@@ -1,7 +1,7 @@
 """Cases of calls over ranks in graphs of torch.compile: they compute what eager calls do.
 
     python tests/parallel_compiled_cases.py FOLDER [--slow]
-    python tests/parallel_compiled_cases.py FOLDER --nccl  # on two GPUs
+    python tests/parallel_compiled_cases.py FOLDER --nccl [TEXT]  # on two GPUs; whose names have it
 
 Each case compiles graphs for two ranks, which takes far longer than what they compute; by Inductor,
 which compiles C++ for each, minutes.
@@ -216,19 +216,24 @@ def _recurrences_differ(group: Any) -> None:
     torch.testing.assert_close(graph(rows), scan(rows))  # and go on
 
 
-def run_rank_on_gpu(rank: int, world: int, folder: Path) -> None:
-    """Run the graphs that compare with eager calls as one rank of a world, by NCCL."""
+def run_rank_on_gpu(rank: int, world: int, folder: Path, text: str = "") -> None:
+    """Run the graphs that compare with eager calls as one rank of a world, by NCCL.
+
+    text: that names of cases have.
+    """
     parallel_cases.DEVICE = "cuda"
     cases = {
         name: run for name, run in CASES.items() if name.startswith(("a graph w", "a graph p"))
     }
     others = {name: run for name, run in (CASES | SLOW_CASES).items() if name in OF_RECURRENCES}
-    run_rank(rank, world, folder, cases | others)
+    chosen = {name: run for name, run in (cases | others).items() if text in name}
+    run_rank(rank, world, folder, chosen)
 
 
 if __name__ == "__main__":
-    if sys.argv[2:] == ["--nccl"]:
-        sys.exit(run_worlds(run_rank_on_gpu, Path(sys.argv[1]), [WORLD], "spawn"))
+    if sys.argv[2:3] == ["--nccl"]:
+        on_gpu = functools.partial(run_rank_on_gpu, text="".join(sys.argv[3:]))
+        sys.exit(run_worlds(on_gpu, Path(sys.argv[1]), [WORLD], "spawn"))
     chosen = SLOW_CASES if sys.argv[2:] == ["--slow"] else CASES
     run = functools.partial(run_rank, cases=chosen)
     imports = ("torch._inductor.compile_fx",)
