@@ -71,8 +71,8 @@ def join_products(graph: Graph) -> int:
 
 
 def _join(graph: Graph, group: Sequence[Node]) -> None:
-    weights = [node.args[1] for node in group]
-    biases = [node.args[2] for node in group] if _bias(group[0]) else []
+    weights: list[Any] = [node.args[1] for node in group]
+    biases: list[Any] = [node.args[2] for node in group] if _bias(group[0]) else []
     for each in (*weights, *biases):
         if each.op != "placeholder":  # a rank's part of an input, and of nothing else
             group[0].prepend(each)

@@ -189,7 +189,7 @@ class Engine:
         said = [check_merged(self._model, page_size, options, merges)]
         sums = ""  # why none go by memory that ranks read of one another
         if self._ranks is not None:
-            dtype = self._model.module.dtype
+            dtype = self._model.layers[0].dtype
             sums = "nothing is compiled"
             if asked:
                 sums = make_peer_memory(self._ranks, self._model.device, dtype)
