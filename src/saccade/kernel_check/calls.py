@@ -115,6 +115,7 @@ DELTA_PASSES = {
     ),
     "delta step": ("delta_step",),
     "hopper_delta": ("hopper_delta_forward", "hopper_delta_nan_safe"),
+    "hopper_delta backward": ("hopper_delta_forward, keeping", "hopper_delta_chunk_gradients"),
 }  # fmt: skip
 FP8_PASSES = {
     "fp8": ("fp8_forward", "fp8_quantise_values", "fp8_mean_keys", "fp8_quantise_rows"),
@@ -611,7 +612,8 @@ class DeltaCall(NamedTuple):
 
             numbers = config or KernelConfig()
             if which.endswith("backward"):
-                host.backward(inputs, variant, numbers, torch.zeros_like(inputs.value), None)
+                backward = hopper_host.backward if which.startswith("hopper") else host.backward
+                backward(inputs, variant, numbers, torch.zeros_like(inputs.value), None)
             elif which.endswith("step"):
                 one, slots = self._replace(length=1).make(device)[0], torch.arange(self.batch)
                 host.step(self._states(device), slots.to(device), one, variant)

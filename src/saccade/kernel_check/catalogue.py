@@ -146,6 +146,7 @@ HOPPER: tuple[Entry, ...] = (
         ),
     ),
     (DeltaCall(128), PASSES["hopper_delta"]),
+    (DeltaCall(128), PASSES["hopper_delta backward"]),
     *(
         (call, PASSES["hopper_fp8"])
         for call in (

@@ -252,7 +252,7 @@ def kernel_name(launch: Launch, which: str) -> str:
     if name == "linear_wide":
         return f"hopper_linear_wide_{launch.constants['PASS']}"
     if which.startswith("hopper"):
-        return f"hopper_{name}"
+        return f"hopper_{name}, keeping" if launch.constants.get("KEEPS") else f"hopper_{name}"
     if "PASS" in launch.constants:  # a scan of linear attention serves two of them
         return f"linear_{launch.constants['PASS']}"
     if which == "shared":
@@ -272,6 +272,8 @@ def config_of(launch: Launch) -> tuple[int, int, int, int]:
         return hopper_configs.ROWS, hopper_configs.ROWS, warps, constants["STAGES"]
     if "SOLVE_REGISTERS" in constants:  # the delta rule: 8 warps scan, 4 solve, 2 measure, 1 loads
         return hopper_configs.ROWS, hopper_configs.ROWS, 15, constants["STAGES"]
+    if "ADD_REGISTERS" in constants:  # its gradients: 8 warps add, 2 look at rows, 1 loads
+        return hopper_configs.ROWS, hopper_configs.ROWS, 11, 1
     if "CONSUMER_REGISTERS" in constants:  # two of them; tiles are sides of descriptors
         return _backward_config(launch)
     if "CHUNK" in constants and "OUTER_TILE" not in constants:  # of the delta rule

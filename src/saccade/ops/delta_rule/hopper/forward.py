@@ -15,7 +15,7 @@ operand, in registers (`saccade.ops.delta_rule.triton.chunk_scan` has the equati
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saccade.gpu.hopper.pipeline import (
     as_operand,
@@ -42,6 +42,7 @@ from saccade.ops.delta_rule.hopper.rings import (
     place_of,
 )
 from saccade.ops.delta_rule.hopper.solve import solve
+from saccade.ops.delta_rule.triton.chunk_rows import chunk_slot
 
 
 class DeltaForwardMeta(NamedTuple):
@@ -53,6 +54,7 @@ class DeltaForwardMeta(NamedTuple):
     VALUE_DIM: int
     PACKED: bool
     NORMALIZE: bool
+    KEEPS: bool  # what a backward pass needs
     STAGES: int  # of rows
     SOLVED: int  # stages of what is solved
     SCAN_REGISTERS: int
@@ -60,15 +62,25 @@ class DeltaForwardMeta(NamedTuple):
     LOAD_REGISTERS: int
 
 
+class Squares(NamedTuple):
+    """Views of as many numbers for each row as a chunk has."""
+
+    inverse: Any
+    weights: Any
+
+
 @gluon.jit(do_not_specialize=["scale"])
 def delta_forward(
-    query_desc, key_desc, value_desc, output_desc, output, beta, decay, before, after, scale,
-    META: gl.constexpr,
+    query_desc, key_desc, value_desc, output_desc, output, beta, decay, before, after, squares,
+    meeting, factors, lasts, states, scale, META: gl.constexpr,
 ):  # fmt: skip
     """One program: the output of one sequence and head, and its last state.
 
     output: a View of what output_desc describes; beta: a View of numbers. decay: a Decay, or None.
-    before, after: memory of float32 states; before may be None.
+    before, after: memory of float32 states, or None.
+    What a backward pass needs is written where META.KEEPS, and updates in place of outputs. Squares
+    and Meeting; Factors of rows of key heads; lasts: memory of what each chunk and head leaves of a
+    state, None without decay; states: memory of the state before each, turned over.
     """
     if META.PACKED:
         fill_padding_of(output, META.VALUE_DIM)
@@ -76,15 +88,18 @@ def delta_forward(
     gl.warp_specialize(
         [
             (scan, (
-                output_desc, output, beta, before, after, rings, META.HEADS, META.HEAD_DIM,
-                META.VALUE_DIM, META.PACKED, 0,
+                output_desc, output, beta, before, after, states, rings, META.HEADS, META.HEAD_DIM,
+                META.VALUE_DIM, META.PACKED, META.KEEPS, 0,
             )),
             (scan, (
-                output_desc, output, beta, before, after, rings, META.HEADS, META.HEAD_DIM,
-                META.VALUE_DIM, META.PACKED, 1,
+                output_desc, output, beta, before, after, states, rings, META.HEADS, META.HEAD_DIM,
+                META.VALUE_DIM, META.PACKED, META.KEEPS, 1,
             )),
-            (solve, (beta, rings, META.HEADS, META.PACKED)),
-            (measure, (beta, decay, scale, rings, META.HEADS, META.PACKED, META.NORMALIZE)),
+            (solve, (beta, squares, rings, META.HEADS, META.PACKED, META.KEEPS)),
+            (measure, (
+                beta, decay, scale, meeting, factors, lasts, rings, META.GROUP, META.HEADS,
+                META.PACKED, META.NORMALIZE, META.KEEPS,
+            )),
             (produce, (
                 query_desc, key_desc, value_desc, beta, rings, META.GROUP, META.HEADS, META.PACKED
             )),
@@ -108,9 +123,9 @@ def fill_padding_of(output, DIM: gl.constexpr):
 
 @gluon.jit
 def scan(
-    output_desc, output, beta, before, after, rings,
+    output_desc, output, beta, before, after, states, rings,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PACKED: gl.constexpr,
-    WHICH: gl.constexpr,
+    KEEPS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 channels of the output, chunk by chunk."""
     batch, head, length, entry, first = place_of(beta, HEADS, PACKED)
@@ -120,7 +135,11 @@ def scan(
     two = load_half(before, at)
     chunks = (length + ROWS - 1) // ROWS
     for chunk in range(0, chunks):
-        one, two, found = fold_chunk(one, two, rings, chunk, WHICH)
+        if KEEPS:
+            number = wide(chunk_slot(beta, batch, chunk, ROWS, PACKED)) * HEADS + head
+            keep_half(states, number, one, HEAD_DIM, VALUE_DIM, WHICH, 0)
+            keep_half(states, number, two, HEAD_DIM, VALUE_DIM, WHICH, 1)
+        one, two, found = fold_chunk(one, two, rings, chunk, not KEEPS, WHICH)
         memory = rings.values.tile_of(chunk, WHICH)
         memory.permute((1, 0)).store(found.to(gl.bfloat16))
         into = entry
@@ -133,16 +152,17 @@ def scan(
         if length % ROWS > 0:
             memory = rings.values.tile_of(chunks - 1, WHICH)
             store_last(output, memory, batch, head, length, VALUE_DIM, WHICH)
-    position, inside = state_at(batch, head, HEADS, HEAD_DIM, VALUE_DIM, WHICH, 0)
-    gl.store(after + position, one, mask=inside)
-    position, inside = state_at(batch, head, HEADS, HEAD_DIM, VALUE_DIM, WHICH, 1)
-    gl.store(after + position, two, mask=inside)
+    if after is not None:
+        position, inside = state_at(batch, head, HEADS, HEAD_DIM, VALUE_DIM, WHICH, 0)
+        gl.store(after + position, one, mask=inside)
+        position, inside = state_at(batch, head, HEADS, HEAD_DIM, VALUE_DIM, WHICH, 1)
+        gl.store(after + position, two, mask=inside)
 
 
 @gluon.jit
-def fold_chunk(one, two, rings, chunk, WHICH: gl.constexpr):
-    """The state behind a chunk, in halves of the channels of keys, and the output of its rows,
-    turned over."""
+def fold_chunk(one, two, rings, chunk, ASKS: gl.constexpr, WHICH: gl.constexpr):
+    """The state behind a chunk, in halves of the channels of keys; turned over the output of its
+    rows, or their updates, unless it ASKS."""
     SQUARE: gl.constexpr = mma_layout(ROWS)
     nothing = gl.zeros([BLOCK, ROWS], gl.float32, SQUARE)
     rings.solved.wait(chunk)  # and with it keys and values, where a sequence ends, are cleared
@@ -150,44 +170,60 @@ def fold_chunk(one, two, rings, chunk, WHICH: gl.constexpr):
     rings.queries.wait(chunk)
     rings.values.wait(chunk)
     rings.numbers.wait(chunk)
-    said, found = ask(one, rings, chunk, nothing, nothing, 0)
+    said, found = ask(one, rings, chunk, nothing, nothing, ASKS, 0)
     wait_for_stores()
     last = rings.keys.empty.index(rings.keys.stage(gl.maximum(chunk - 1, 0)))
     mbarrier.arrive(last, count=1, pred=chunk > 0)  # and with it queries and values
     # Half of the state at a time as an operand: registers are few.
-    said, found = warpgroup_mma_wait(0, deps=[said, found])
-    said, found = ask(two, rings, chunk, said, found, 1)
+    said, found = settled(said, found, ASKS)
+    said, found = ask(two, rings, chunk, said, found, ASKS, 1)
     left = rings.down(chunk, LEFT, SQUARE)
     one, two = one * left, two * left
-    said, found = warpgroup_mma_wait(0, deps=[said, found])
+    said, found = settled(said, found, ASKS)
     wanted = rings.values.tile_of(chunk, WHICH).permute((1, 0)).load(SQUARE).to(gl.float32)
     asked = rings.across(chunk, ASKED, SQUARE)
     errors = as_operand(wanted - said * asked, gl.bfloat16, SQUARE)
     solved = rings.solved.at(chunk)
     update = warpgroup_mma(errors, solved.permute((1, 0)), nothing, use_acc=False, is_async=True)
-    found = found * rings.across(chunk, ASKING, SQUARE)
+    if ASKS:
+        found = found * rings.across(chunk, ASKING, SQUARE)
     kept = rings.across(chunk, KEPT, SQUARE)
     update = warpgroup_mma_wait(0, deps=[update])
     come = as_operand(update * kept, gl.bfloat16, SQUARE)
     keys = rings.keys.at(chunk)
     one = warpgroup_mma(come, keys.slice(0, HALF, dim=1), one, is_async=True)
     two = warpgroup_mma(come, keys.slice(HALF, HALF, dim=1), two, is_async=True)
-    told = as_operand(update, gl.bfloat16, SQUARE)
-    weights = rings.weights_of(chunk)
-    found = warpgroup_mma(told, weights.permute((1, 0)), found, is_async=True)
-    one, two, found = warpgroup_mma_wait(0, deps=[one, two, found])
+    if ASKS:
+        told = as_operand(update, gl.bfloat16, SQUARE)
+        weights = rings.weights_of(chunk)
+        found = warpgroup_mma(told, weights.permute((1, 0)), found, is_async=True)
+        one, two, found = warpgroup_mma_wait(0, deps=[one, two, found])
+    else:
+        one, two = warpgroup_mma_wait(0, deps=[one, two])
+        found = update
     rings.solved.release(chunk)
     return one, two, found
 
 
 @gluon.jit
-def ask(state, rings, chunk, said, found, WHICH: gl.constexpr):
-    """Start to add what half of a state says of keys, and what queries find there."""
+def ask(state, rings, chunk, said, found, ASKS: gl.constexpr, WHICH: gl.constexpr):
+    """Start to add what half of a state says of keys, and what queries find there if it ASKS."""
     narrowed = as_operand(state, gl.bfloat16, mma_layout(ROWS))
     keys = rings.keys.at(chunk).slice(WHICH * HALF, HALF, dim=1).permute((1, 0))
     queries = rings.queries.at(chunk).slice(WHICH * HALF, HALF, dim=1).permute((1, 0))
     said = warpgroup_mma(narrowed, keys, said, use_acc=WHICH > 0, is_async=True)
-    found = warpgroup_mma(narrowed, queries, found, use_acc=WHICH > 0, is_async=True)
+    if ASKS:
+        found = warpgroup_mma(narrowed, queries, found, use_acc=WHICH > 0, is_async=True)
+    return said, found
+
+
+@gluon.jit
+def settled(said, found, ASKS: gl.constexpr):
+    """Both once they are there; only the first unless it ASKS."""
+    if ASKS:
+        said, found = warpgroup_mma_wait(0, deps=[said, found])
+    else:
+        said = warpgroup_mma_wait(0, deps=[said])
     return said, found
 
 
@@ -225,3 +261,17 @@ def load_half(before, at):
     if before is not None:
         state = gl.load(before + at[0], mask=at[1], other=0.0)
     return state
+
+
+@gluon.jit
+def keep_half(
+    states, number, state, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WHICH: gl.constexpr,
+    PART: gl.constexpr,
+):  # fmt: skip
+    """Write half of the state before a chunk as products take it, turned over."""
+    LAYOUT: gl.constexpr = mma_layout(HALF)
+    value = WHICH * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
+    channel = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
+    inside = (channel < HEAD_DIM) & (value < VALUE_DIM)
+    pointers = states + (number * (HEAD_DIM * VALUE_DIM) + (value * HEAD_DIM + channel))
+    gl.store(pointers, state.to(gl.bfloat16), mask=inside)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from saccade.gpu.hopper.pipeline import mbarrier, start_load
 from saccade.gpu.language import gl, gluon
-from saccade.gpu.tensor_view import row_pointers
+from saccade.gpu.tensor_view import row_pointers, wide
 from saccade.ops.delta_rule.hopper.rings import (
     ACROSS,
     ASKED,
@@ -31,7 +31,7 @@ from saccade.ops.delta_rule.hopper.rings import (
     WIDTH,
     place_of,
 )
-from saccade.ops.delta_rule.triton.chunk_rows import NORM_EPS
+from saccade.ops.delta_rule.triton.chunk_rows import NORM_EPS, chunk_slot
 
 LOG2_E = gl.constexpr(1.4426950408889634)
 PIECE = gl.constexpr(16)  # channels that are measured at once
@@ -64,7 +64,8 @@ def load_whole(ring, chunk, desc, coordinates):
 
 @gluon.jit
 def measure(
-    beta, decay, scale, rings, HEADS: gl.constexpr, PACKED: gl.constexpr, NORMALIZE: gl.constexpr
+    beta, decay, scale, meeting, factors, lasts, rings, GROUP: gl.constexpr, HEADS: gl.constexpr,
+    PACKED: gl.constexpr, NORMALIZE: gl.constexpr, KEEPS: gl.constexpr,
 ):  # fmt: skip
     """Find the numbers of the rows of chunk after chunk, each row by a thread."""
     EACH: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
@@ -98,6 +99,25 @@ def measure(
         rings.numbers.tile_of(chunk, KEPT).store(until * of_keys)
         rings.numbers.tile_of(chunk, LEFT).store(of_keys * 0.0 + gl.exp2(last_high + last_low))
         mbarrier.arrive(rings.numbers.full.index(rings.numbers.stage(chunk)), count=1)
+        if KEEPS:
+            rows = chunk * ROWS + gl.arange(0, ROWS, EACH)
+            exist = rows < length
+            asking = faded * (scale * of_queries)
+            store_numbers(meeting.asking, batch, head, rows, exist, asking)
+            store_numbers(meeting.asked, batch, head, rows, exist, faded * of_keys * strength)
+            store_numbers(meeting.kept, batch, head, rows, exist, until * of_keys)
+            if NORMALIZE:  # the same for all value heads of a key head
+                store_numbers(factors.key, batch, head // GROUP, rows, exist, of_keys)
+                store_numbers(factors.query, batch, head // GROUP, rows, exist, of_queries)
+            if decay is not None:
+                number = wide(chunk_slot(beta, batch, chunk, ROWS, PACKED)) * HEADS + head
+                gl.store(lasts + number, gl.exp2(last_high + last_low))
+
+
+@gluon.jit
+def store_numbers(view, batch, head, rows, exist, numbers):
+    """Write a number for each row."""
+    gl.store(row_pointers(view, batch, head, rows, 0), numbers, mask=exist)
 
 
 @gluon.jit

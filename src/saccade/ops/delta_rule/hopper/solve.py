@@ -21,6 +21,7 @@ from saccade.gpu.hopper.pipeline import (
     warpgroup_mma_wait,
 )
 from saccade.gpu.language import gl, gluon
+from saccade.gpu.tensor_view import wide
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.delta_rule.hopper.blocks import inverses_of_16
 from saccade.ops.delta_rule.hopper.rings import (
@@ -38,10 +39,10 @@ LOWER, BELOW = gl.constexpr(0), gl.constexpr(2)  # of parts: two of the system, 
 
 
 @gluon.jit
-def solve(beta, rings, HEADS: gl.constexpr, PACKED: gl.constexpr):
+def solve(beta, squares, rings, HEADS: gl.constexpr, PACKED: gl.constexpr, KEEPS: gl.constexpr):
     """Solve the systems of all chunks of a program's sequence and head, one after the other."""
     SQUARE: gl.constexpr = mma_layout(ROWS)
-    _, _, length, _, _ = place_of(beta, HEADS, PACKED)
+    batch, head, length, _, _ = place_of(beta, HEADS, PACKED)
     for chunk in range(0, (length + ROWS - 1) // ROWS):
         start = chunk * ROWS
         # Not computed ahead of the loop, where comparisons would be kept in registers.
@@ -65,16 +66,34 @@ def solve(beta, rings, HEADS: gl.constexpr, PACKED: gl.constexpr):
         pairs = warpgroup_mma(keys, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
         rings.solved.acquire(chunk)
         scores = scores * left * rings.down(chunk, SCORED, SQUARE)
-        rings.weights_of(chunk).store(scores.to(gl.bfloat16))
+        if KEEPS:
+            store_square(squares.weights, batch, head, start, length, scores)
+        else:
+            rings.weights_of(chunk).store(scores.to(gl.bfloat16))
         pairs = warpgroup_mma_wait(0, deps=[pairs])
         # On the diagonal and above it nothing of this is used but that it is finite.
         pairs = pairs * left * rings.down(chunk, PAIRED, SQUARE)
         found = inverse(pairs, rings.parts, rings.solved.at(chunk), origin, row, column)
+        if KEEPS:
+            store_square(squares.inverse, batch, head, start, length, found)
         found = found * rings.across(chunk, BETA, SQUARE)
         rings.solved.at(chunk).store(found.to(gl.bfloat16))
         fence_async_shared()
         rings.keys.release(chunk)
         mbarrier.arrive(rings.solved.full.index(rings.solved.stage(chunk)), count=1)
+
+
+@gluon.jit
+def store_square(view, batch, head, start, length, square):
+    """Write the rows of a chunk, as many numbers each; none past the end."""
+    LAYOUT: gl.constexpr = mma_layout(ROWS)
+    # Counted by numbers that serve nothing else, as in `tensor_view.tile_pointers`.
+    row = gl.arange(ROWS, 2 * ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
+    column = gl.arange(0, ROWS, gl.SliceLayout(0, LAYOUT))[None, :]
+    first, _ = view.position(batch, view.strides, view.step, view.data)
+    base = first + wide(head) * view.strides[1] + wide(start - ROWS) * view.step
+    pointers = view.ptr + base + (row * view.step + column)
+    gl.store(pointers, square.to(gl.bfloat16), mask=row - ROWS < length - start)
 
 
 @gluon.jit

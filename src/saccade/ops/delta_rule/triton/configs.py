@@ -151,7 +151,7 @@ def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
     """Why a default may spill; "" where it must not."""
     if (wide or architecture == "sm_75") and head_dim > COLUMNS[0]:
         return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
-    if kernel == "hopper_delta_forward":
+    if kernel.startswith("hopper_delta_forward"):
         return "numbers that warps which measure rows keep, a few a chunk, and none of the products"
     spilling = ("delta_reverse_scan", "delta_gradients")
     if head_dim > COLUMNS[1]:

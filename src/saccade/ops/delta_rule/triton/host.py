@@ -89,25 +89,29 @@ def backward(
     grad_state: Tensor | None,
 ) -> DeltaGradients:
     """Gradients of the inputs, the same bits in every run."""
-    call = DeltaCall.of(inputs, variant, config).prepared()
+    return gradients_by(DeltaCall.of(inputs, variant, config).prepared(), grad_output, grad_state)
+
+
+def gradients_by(call: DeltaCall, grad_output: Tensor, grad_state: Tensor | None) -> DeltaGradients:
+    """Gradients of the inputs of a call."""
+    inputs = call.inputs
     gradients = empty_delta_gradients(inputs)
     if inputs.packed:  # no program has the tokens behind the last sequence
         for gradient in there_are(gradients[:5]):
             gradient.zero_()
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
-    system = call.system()
-    updates, solved = (call.rows(inputs.value.shape[-1]) for _ in range(2))
-    states, grad_states = call.chunk_states(), call.chunk_states()
-    before = call.initial()
     ending = None if grad_state is None else grad_state.float().contiguous()
-    moves = call.moves(system, first=before is not None, last=ending is not None)
-    call.scan(system, call.between(moves, before), updates=updates, states=states)
-    if moves is not None:
-        call.scan_back(system, grad_output, first=moves.alone)
-        ending = call.between(moves, ending, reverse=True)
-    call.scan_back(system, grad_output, solved, grad_states, ending, into=gradients.initial_state)
-    call.gradients(grad_output, (updates, solved, states, grad_states), gradients)
+    past = call.past(last=ending is not None)
+    solved, grad_states = call.rows(inputs.value.shape[-1]), call.chunk_states()
+    if past.moves is not None:
+        call.scan_back(past.system, grad_output, first=past.moves.alone)
+        ending = call.between(past.moves, ending, reverse=True)
+    call.scan_back(
+        past.system, grad_output, solved, grad_states, ending, into=gradients.initial_state
+    )
+    kept = past.updates, solved, past.states, grad_states
+    call.gradients(grad_output, kept, gradients)
     return gradients
 
 
@@ -244,6 +248,15 @@ class Moves(NamedTuple):
     alone: Tensor
 
 
+class Past(NamedTuple):
+    """What a backward pass makes again of the forward one."""
+
+    system: System
+    updates: Tensor
+    states: Tensor  # before each chunk
+    moves: Moves | None
+
+
 class DeltaCall(NamedTuple):
     """One call under way: its rows, and the kernels that can be started with them."""
 
@@ -358,38 +371,42 @@ class DeltaCall(NamedTuple):
             launch(programs, spec.device, tensors, lambda pair=pair: tuple(map(self.view, pair)))
         return found[0], found[1]
 
-    def system(self) -> System:
-        """The triangular systems of all chunks, solved, and what queries weigh."""
-        spec, inputs = self.spec, self.inputs
-        chunk, config = spec.config.chunk, spec.config
+    def empty_system(self) -> System:
+        """Memory for the triangular systems of all chunks, and what comes with them."""
+        spec, chunk = self.spec, self.spec.config.chunk
         inverse, weights, faded, meeting = self.rows(chunk), self.rows(chunk), None, None
         if spec.by_channel:
             faded = self.rows(spec.head_dim), self.rows(spec.head_dim), self.rows(spec.head_dim)
         else:
             meeting = self.numbers(), self.numbers(), self.numbers()
-        constants = {**spec.constants(), "KEY_TILE": config.system_tile}
-        launch = self.launch(delta_system, constants, config.system_warps, meta=SystemMeta)
-        programs = spec.extent(spec.value_heads).programs(chunk)
-
         left = None
         if self.sums is not None:
             channels = spec.head_dim if spec.by_channel else 1
             shape = self.chunk_slots(), spec.value_heads, channels
             left = torch.empty(shape, dtype=torch.float32, device=inverse.device)
-        found = System(inverse, weights, faded, meeting, left)
+        return System(inverse, weights, faded, meeting, left)
+
+    def system(self) -> System:
+        """The triangular systems of all chunks, solved, and what queries weigh."""
+        spec, inputs, config = self.spec, self.inputs, self.spec.config
+        constants = {**spec.constants(), "KEY_TILE": config.system_tile}
+        launch = self.launch(delta_system, constants, config.system_warps, meta=SystemMeta)
+        programs = spec.extent(spec.value_heads).programs(config.chunk)
+        found = self.empty_system()
 
         def arguments() -> tuple[Any, ...]:
             return (
                 self.view(inputs.query), self.view(inputs.key), self.factors(),
-                self.view(inputs.beta), self.decay(), self.view(inverse), self.view(weights),
-                self._meeting(found), left,
-                None if faded is None else Faded(*map(self.view, faded)), spec.variant.scale,
+                self.view(inputs.beta), self.decay(), self.view(found.inverse),
+                self.view(found.weights), self.meeting(found), found.left,
+                None if found.faded is None else Faded(*map(self.view, found.faded)),
+                spec.variant.scale,
             )  # fmt: skip
 
         launch(programs, spec.device, [*self.known(), *found.known()], arguments)
         return found
 
-    def _meeting(self, system: System) -> Meeting:
+    def meeting(self, system: System) -> Meeting:
         """What products of rows with states want still, as kernels take it."""
         return Meeting(*map(self.view, system.meeting or (None, None, None)))
 
@@ -445,7 +462,7 @@ class DeltaCall(NamedTuple):
         def arguments() -> tuple[Any, ...]:
             _, key, kept = self._asking(system)
             return (
-                key, kept, self.view(inputs.value), self._meeting(system), system.left,
+                key, kept, self.view(inputs.value), self.meeting(system), system.left,
                 self.view(inputs.beta), self.view(system.inverse), *found,
             )  # fmt: skip
 
@@ -498,7 +515,7 @@ class DeltaCall(NamedTuple):
             asks, (query, key, kept) = output is not None, self._asking(system)
             return (
                 query if asks else None, key, kept, self.view(inputs.value),
-                self._meeting(system), system.left, self.view(inputs.beta),
+                self.meeting(system), system.left, self.view(inputs.beta),
                 self.view(system.inverse),
                 self.view(system.weights) if asks else None,
                 self.view(output), self.view(updates), states, before, after, spec.variant.scale,
@@ -510,6 +527,17 @@ class DeltaCall(NamedTuple):
         if output is not None:
             launch, programs = self._scan_launch(delta_forward_scan, *absent, nan_safe=True)
             launch(programs, spec.device, tensors, arguments)
+
+    def past(self, *, last: bool) -> Past:
+        """Systems, updates and the states before all chunks; what moves states between segments.
+
+        last: whether there is a gradient of the last state.
+        """
+        updates, states = self.rows(self.inputs.value.shape[-1]), self.chunk_states()
+        system, before = self.system(), self.initial()
+        moves = self.moves(system, first=before is not None, last=last)
+        self.scan(system, self.between(moves, before), updates=updates, states=states)
+        return Past(system, updates, states, moves)
 
     def scan_back(
         self, system: System, grad_output: Tensor, solved: Tensor | None = None,
@@ -532,7 +560,7 @@ class DeltaCall(NamedTuple):
 
         def arguments() -> tuple[Any, ...]:
             return (
-                *self._asking(system), self.view(grad_output), self._meeting(system), system.left,
+                *self._asking(system), self.view(grad_output), self.meeting(system), system.left,
                 self.view(inputs.beta), self.view(system.inverse),
                 self.view(system.weights), self.view(solved), grad_states, ending, first,
                 spec.variant.scale,
@@ -547,11 +575,24 @@ class DeltaCall(NamedTuple):
         self, grad_output: Tensor, kept: tuple[Tensor, ...], gradients: DeltaGradients
     ) -> None:
         """Write the gradients of all rows."""
-        spec, inputs, config = self.spec, self.inputs, self.spec.config
+        spec, inputs = self.spec, self.inputs
         alone = spec.group == 1 and not spec.variant.normalize_qk
         of_query, of_key = gradients.query, gradients.key
         if not alone:
             of_query, of_key = (self.rows(spec.head_dim, self.sums_dtype) for _ in range(2))
+        written = of_query, of_key, gradients.value, gradients.beta, gradients.decay
+        self.gradients_of_chunks(grad_output, kept, written)
+        if not alone:
+            norms = self.norms or (None, None)
+            self._sum_heads("query", of_query, inputs.query, norms[0], gradients.query)
+            self._sum_heads("key", of_key, inputs.key, norms[1], gradients.key)
+
+    def gradients_of_chunks(
+        self, grad_output: Tensor, kept: tuple[Tensor, ...], written: tuple[Tensor | None, ...]
+    ) -> None:
+        """Write the gradients of the rows of all chunks: of queries and keys for each value head,
+        of values, of beta, and of decay where there is any."""
+        spec, inputs, config = self.spec, self.inputs, self.spec.config
         constants = {
             **spec.constants(), "KEY_TILE": config.gradient_tile,
             "VALUE_TILE": config.gradient_values,
@@ -562,21 +603,15 @@ class DeltaCall(NamedTuple):
 
         def arguments() -> tuple[Any, ...]:
             rows = inputs.query, inputs.key, inputs.value, grad_output
-            written = of_query, of_key, gradients.value, gradients.beta, gradients.decay
             return (
                 *map(self.view, rows), self.factors(), self.view(inputs.beta), self.decay(),
                 self.view(updates), self.view(solved), *states, *map(self.view, written),
                 spec.variant.scale,
             )  # fmt: skip
 
-        made = of_query, of_key, gradients.value, gradients.beta
-        tensors = [*self.known(), grad_output, *kept, *made, *there_are((gradients.decay,))]
+        tensors = [*self.known(), grad_output, *kept, *there_are(written)]
         programs = spec.extent(spec.value_heads).programs(config.chunk)
         launch(programs, spec.device, tensors, arguments)
-        if not alone:
-            norms = self.norms or (None, None)
-            self._sum_heads("query", of_query, inputs.query, norms[0], gradients.query)
-            self._sum_heads("key", of_key, inputs.key, norms[1], gradients.key)
 
     def _sum_heads(
         self, name: str, found: Tensor, rows: Tensor, factors: Tensor | None, result: Tensor
