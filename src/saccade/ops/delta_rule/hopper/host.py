@@ -1,8 +1,8 @@
 """The gated delta rule by Hopper kernels: what the operators run on GPUs of capability 9.0.
 
 forwards:   sums of decay → one kernel for all else (forward.py) → NaN and inf (nonfinite.py)
-backwards:  sums of decay → the same kernel, which keeps what it makes → the rest of
-            `saccade.ops.delta_rule.triton.host`
+backwards:  sums of decay → the same kernel, which keeps what it makes → the scan back of
+            `saccade.ops.delta_rule.triton.host` → gradients of rows (gradients.py) → sums over heads
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class HopperCall(DeltaCall):
         self._nan_safe(results, before)
 
     def past(self, *, last: bool) -> Past:
-        """As `DeltaCall.past`, by one kernel where sequences are not cut."""
+        """What `DeltaCall.past` makes, by one kernel where sequences are not cut."""
         if self.spec.segment:
             return super().past(last=last)
         updates, states = self.rows(self.inputs.value.shape[-1]), self.chunk_states()
@@ -167,7 +167,7 @@ class HopperCall(DeltaCall):
     def gradients_of_chunks(
         self, grad_output: Tensor, kept: tuple[Tensor, ...], written: tuple[Tensor | None, ...]
     ) -> None:
-        """As `DeltaCall.gradients_of_chunks`."""
+        """Write what `DeltaCall.gradients_of_chunks` does, by one kernel."""
         spec, inputs = self.spec, self.inputs
         updates, solved, *states = kept
         chunks = spec.extent(spec.value_heads).programs(CHUNK)

@@ -153,6 +153,8 @@ def may_spill(architecture: str, kernel: str, wide: bool, head_dim: int) -> str:
         return "without tensor cores a product of so many channels is unrolled; waits for a GPU"
     if kernel.startswith("hopper_delta_forward"):
         return "numbers that warps which measure rows keep, a few a chunk, and none of the products"
+    if kernel == "hopper_delta_chunk_gradients":
+        return "numbers of warps that look at rows, one or two a chunk, and none of the products"
     spilling = ("delta_reverse_scan", "delta_gradients")
     if head_dim > COLUMNS[1]:
         spilling += ("delta_forward_scan",)
