@@ -66,7 +66,7 @@ FEW_TOKENS = 16384
 MEASURED_MASKS = frozenset({"causal", "window", "key_lengths", "documents", "blocks"})
 WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones pad to 256
 # Of the gated delta rule, each a program's: of 32 it takes 1.22 of the Triton kernels' time, of 64
-# 0.83, of 256 0.58 (benchmarks/results/h200/delta_hopper.txt).
+# 0.83, of 256 0.58; backwards of 64 0.72, of 256 0.65 (benchmarks/results/h200/delta_hopper.txt).
 FEWEST_STATES = 64
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 

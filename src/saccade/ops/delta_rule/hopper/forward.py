@@ -63,16 +63,24 @@ class DeltaForwardMeta(NamedTuple):
 
 
 class Squares(NamedTuple):
-    """Views of as many numbers for each row as a chunk has."""
+    """Numbers of each row, as many as a chunk has rows."""
+
+    inverse: Any  # View
+    weights: Any
+
+
+class KeptDescriptors(NamedTuple):
+    """What a backward pass needs, as TMA writes it."""
 
     inverse: Any
     weights: Any
+    states: Any  # halves of them, turned over
 
 
 @gluon.jit(do_not_specialize=["scale"])
 def delta_forward(
     query_desc, key_desc, value_desc, output_desc, output, beta, decay, before, after, squares,
-    meeting, factors, lasts, states, scale, META: gl.constexpr,
+    meeting, factors, lasts, kept, scale, META: gl.constexpr,
 ):  # fmt: skip
     """One program: the output of one sequence and head, and its last state.
 
@@ -80,22 +88,22 @@ def delta_forward(
     before, after: memory of float32 states, or None.
     What a backward pass needs is written where META.KEEPS, and updates in place of outputs. Squares
     and Meeting; Factors of rows of key heads; lasts: memory of what each chunk and head leaves of a
-    state, None without decay; states: memory of the state before each, turned over.
+    state, None without decay; kept: KeptDescriptors.
     """
     if META.PACKED:
         fill_padding_of(output, META.VALUE_DIM)
-    rings = make_delta_rings(key_desc.dtype, META.STAGES, META.SOLVED)
+    rings = make_delta_rings(key_desc.dtype, META.STAGES, META.SOLVED, META.KEEPS)
     gl.warp_specialize(
         [
             (scan, (
-                output_desc, output, beta, before, after, states, rings, META.HEADS, META.HEAD_DIM,
+                output_desc, output, beta, before, after, kept, rings, META.HEADS, META.HEAD_DIM,
                 META.VALUE_DIM, META.PACKED, META.KEEPS, 0,
             )),
             (scan, (
-                output_desc, output, beta, before, after, states, rings, META.HEADS, META.HEAD_DIM,
+                output_desc, output, beta, before, after, kept, rings, META.HEADS, META.HEAD_DIM,
                 META.VALUE_DIM, META.PACKED, META.KEEPS, 1,
             )),
-            (solve, (beta, squares, rings, META.HEADS, META.PACKED, META.KEEPS)),
+            (solve, (beta, squares, kept, rings, META.HEADS, META.PACKED, META.KEEPS)),
             (measure, (
                 beta, decay, scale, meeting, factors, lasts, rings, META.GROUP, META.HEADS,
                 META.PACKED, META.NORMALIZE, META.KEEPS,
@@ -123,7 +131,7 @@ def fill_padding_of(output, DIM: gl.constexpr):
 
 @gluon.jit
 def scan(
-    output_desc, output, beta, before, after, states, rings,
+    output_desc, output, beta, before, after, kept, rings,
     HEADS: gl.constexpr, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, PACKED: gl.constexpr,
     KEEPS: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
@@ -135,11 +143,8 @@ def scan(
     two = load_half(before, at)
     chunks = (length + ROWS - 1) // ROWS
     for chunk in range(0, chunks):
-        if KEEPS:
-            number = wide(chunk_slot(beta, batch, chunk, ROWS, PACKED)) * HEADS + head
-            keep_half(states, number, one, HEAD_DIM, VALUE_DIM, WHICH, 0)
-            keep_half(states, number, two, HEAD_DIM, VALUE_DIM, WHICH, 1)
-        one, two, found = fold_chunk(one, two, rings, chunk, not KEEPS, WHICH)
+        place = chunk_slot(beta, batch, chunk, ROWS, PACKED), head
+        one, two, found = fold_chunk(one, two, kept, place, rings, chunk, not KEEPS, WHICH)
         memory = rings.values.tile_of(chunk, WHICH)
         memory.permute((1, 0)).store(found.to(gl.bfloat16))
         into = entry
@@ -160,11 +165,16 @@ def scan(
 
 
 @gluon.jit
-def fold_chunk(one, two, rings, chunk, ASKS: gl.constexpr, WHICH: gl.constexpr):
+def fold_chunk(
+    one, two, kept, place, rings, chunk, ASKS: gl.constexpr, WHICH: gl.constexpr
+):  # fmt: skip
     """The state behind a chunk, in halves of the channels of keys; turned over the output of its
-    rows, or their updates, unless it ASKS."""
+    rows, or their updates, unless it ASKS. Then the state before it is kept in its place."""
     SQUARE: gl.constexpr = mma_layout(ROWS)
     nothing = gl.zeros([BLOCK, ROWS], gl.float32, SQUARE)
+    if not ASKS:
+        wait_for_stores(1)  # the second half of the state before; updates may be on their way
+        keep_half(kept.states, rings, place, one, WHICH, 0)
     rings.solved.wait(chunk)  # and with it keys and values, where a sequence ends, are cleared
     rings.keys.wait(chunk)
     rings.queries.wait(chunk)
@@ -174,6 +184,8 @@ def fold_chunk(one, two, rings, chunk, ASKS: gl.constexpr, WHICH: gl.constexpr):
     wait_for_stores()
     last = rings.keys.empty.index(rings.keys.stage(gl.maximum(chunk - 1, 0)))
     mbarrier.arrive(last, count=1, pred=chunk > 0)  # and with it queries and values
+    if not ASKS:
+        keep_half(kept.states, rings, place, two, WHICH, 1)
     # Half of the state at a time as an operand: registers are few.
     said, found = settled(said, found, ASKS)
     said, found = ask(two, rings, chunk, said, found, ASKS, 1)
@@ -264,14 +276,10 @@ def load_half(before, at):
 
 
 @gluon.jit
-def keep_half(
-    states, number, state, HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, WHICH: gl.constexpr,
-    PART: gl.constexpr,
-):  # fmt: skip
-    """Write half of the state before a chunk as products take it, turned over."""
-    LAYOUT: gl.constexpr = mma_layout(HALF)
-    value = WHICH * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(1, LAYOUT))[:, None]
-    channel = PART * HALF + gl.arange(0, HALF, gl.SliceLayout(0, LAYOUT))[None, :]
-    inside = (channel < HEAD_DIM) & (value < VALUE_DIM)
-    pointers = states + (number * (HEAD_DIM * VALUE_DIM) + (value * HEAD_DIM + channel))
-    gl.store(pointers, state.to(gl.bfloat16), mask=inside)
+def keep_half(states_desc, rings, place, state, WHICH: gl.constexpr, PART: gl.constexpr):
+    """Start to write half of the state before a chunk as products take it, turned over. The scan
+    has waited until the half before it is read."""
+    memory = rings.kept.index(WHICH)
+    memory.store(state.to(gl.bfloat16))
+    coordinates = [place[0], place[1], WHICH * BLOCK, PART * HALF]
+    store(states_desc, coordinates, memory.reshape(states_desc.block_type.shape))

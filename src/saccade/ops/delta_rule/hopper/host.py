@@ -2,7 +2,8 @@
 
 forwards:   sums of decay → one kernel for all else (forward.py) → NaN and inf (nonfinite.py)
 backwards:  sums of decay → the same kernel, which keeps what it makes → the scan back of
-            `saccade.ops.delta_rule.triton.host` → gradients of rows (gradients.py) → sums over heads
+            `saccade.ops.delta_rule.triton.host` → gradients of rows (gradients.py) → its sums over
+            heads
 """
 
 from __future__ import annotations
@@ -17,7 +18,12 @@ from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, readable
 from saccade.gpu.kernel_args import there_are
 from saccade.gpu.launcher import next_width
 from saccade.ops.attention.triton import call_spec
-from saccade.ops.delta_rule.hopper.forward import DeltaForwardMeta, Squares, delta_forward
+from saccade.ops.delta_rule.hopper.forward import (
+    DeltaForwardMeta,
+    KeptDescriptors,
+    Squares,
+    delta_forward,
+)
 from saccade.ops.delta_rule.hopper.gradients import (
     ChunkGradientMeta,
     RowDescriptors,
@@ -159,10 +165,15 @@ class HopperCall(DeltaCall):
         """What a backward pass needs, as the kernel takes it."""
         if past is None:
             return None, None, None, None, None
-        system = past.system
-        squares = Squares(self.view(system.inverse), self.view(system.weights))
+        system, packed = past.system, self.spec.packed
+        pair = system.inverse, system.weights
+        kept = KeptDescriptors(
+            *(descriptor(each, Box.of(each, packed, CHUNK, CHUNK)) for each in pair),
+            descriptor(past.states, Box.of(past.states, False, CHUNK, VALUE_CHANNELS)),
+        )
         factors = None if self.norms is None else self.factors()
-        return squares, self.meeting(system), factors, system.left, past.states
+        squares = Squares(*map(self.view, pair))
+        return squares, self.meeting(system), factors, system.left, kept
 
     def gradients_of_chunks(
         self, grad_output: Tensor, kept: tuple[Tensor, ...], written: tuple[Tensor | None, ...]

@@ -49,9 +49,10 @@ class DeltaRings:
     solved: Ring
     weights: gl.shared_memory_descriptor  # [stages of what is solved, rows, rows]
     parts: gl.shared_memory_descriptor  # four squares that a solver multiplies with
+    kept: gl.shared_memory_descriptor  # half of a state of each scan, where they are kept
 
     @gluon.constexpr_function
-    def __init__(self, keys, queries, values, numbers, solved, weights, parts):
+    def __init__(self, keys, queries, values, numbers, solved, weights, parts, kept):
         self.keys = keys
         self.queries = queries
         self.values = values
@@ -59,11 +60,13 @@ class DeltaRings:
         self.solved = solved
         self.weights = weights
         self.parts = parts
+        self.kept = kept
 
     @gluon.jit
     def weights_of(self, chunk):
         """What queries of a chunk weigh."""
-        return self.weights.index(self.solved.stage(chunk))
+        STAGES: gl.constexpr = self.weights.shape[0]
+        return self.weights.index(self.solved.stage(chunk) if STAGES > 1 else 0)
 
     @gluon.jit
     def down(self, chunk, which, SQUARE: gl.constexpr):
@@ -77,8 +80,11 @@ class DeltaRings:
 
 
 @gluon.jit
-def make_delta_rings(dtype: gl.constexpr, STAGES: gl.constexpr, SOLVED: gl.constexpr):
-    """Shared memory of a program; so many stages of rows, and of what is solved."""
+def make_delta_rings(
+    dtype: gl.constexpr, STAGES: gl.constexpr, SOLVED: gl.constexpr, KEEPS: gl.constexpr
+):  # fmt: skip
+    """Shared memory of a program; so many stages of rows, and of what is solved; and for states, if
+    it KEEPS them."""
     WHOLE: gl.constexpr = [ROWS, WIDTH]
     TILE: gl.constexpr = [ROWS, BLOCK]
     OF_WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for(WHOLE, dtype)
@@ -89,10 +95,14 @@ def make_delta_rings(dtype: gl.constexpr, STAGES: gl.constexpr, SOLVED: gl.const
     values = make_ring_in(dtype, in_stages(SCANS * STAGES, TILE), OF_TILE, STAGES, 0, 1)
     numbers = make_ring_in(gl.float32, [NUMBERS * STAGES, ROWS], PLAIN, STAGES, 0, 1)
     solved = make_ring_in(dtype, in_stages(SOLVED, TILE), OF_TILE, SOLVED, SCANS, 1)
-    weights = gl.allocate_shared_memory(dtype, in_stages(SOLVED, TILE), OF_TILE)
+    # Weights that are kept go to memory, and only their solver has them.
+    weights = gl.allocate_shared_memory(dtype, in_stages(1 if KEEPS else SOLVED, TILE), OF_TILE)
     parts = gl.allocate_shared_memory(dtype, in_stages(4, TILE), OF_TILE)
+    kept = parts
+    if KEEPS:
+        kept = gl.allocate_shared_memory(dtype, in_stages(SCANS, TILE), OF_TILE)
     settle()
-    return DeltaRings(keys, queries, values, numbers, solved, weights, parts)
+    return DeltaRings(keys, queries, values, numbers, solved, weights, parts, kept)
 
 
 @gluon.jit

@@ -17,6 +17,8 @@ from saccade.gpu.hopper.pipeline import (
     fence_async_shared,
     here,
     mbarrier,
+    store,
+    wait_for_stores,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
@@ -39,10 +41,12 @@ LOWER, BELOW = gl.constexpr(0), gl.constexpr(2)  # of parts: two of the system, 
 
 
 @gluon.jit
-def solve(beta, squares, rings, HEADS: gl.constexpr, PACKED: gl.constexpr, KEEPS: gl.constexpr):
+def solve(
+    beta, squares, kept, rings, HEADS: gl.constexpr, PACKED: gl.constexpr, KEEPS: gl.constexpr
+):  # fmt: skip
     """Solve the systems of all chunks of a program's sequence and head, one after the other."""
     SQUARE: gl.constexpr = mma_layout(ROWS)
-    batch, head, length, _, _ = place_of(beta, HEADS, PACKED)
+    batch, head, length, entry, first = place_of(beta, HEADS, PACKED)
     for chunk in range(0, (length + ROWS - 1) // ROWS):
         start = chunk * ROWS
         # Not computed ahead of the loop, where comparisons would be kept in registers.
@@ -66,8 +70,11 @@ def solve(beta, squares, rings, HEADS: gl.constexpr, PACKED: gl.constexpr, KEEPS
         pairs = warpgroup_mma(keys, keys.permute((1, 0)), nothing, use_acc=False, is_async=True)
         rings.solved.acquire(chunk)
         scores = scores * left * rings.down(chunk, SCORED, SQUARE)
+        at = batch, head, start, length, entry, first
         if KEEPS:
-            store_square(squares.weights, batch, head, start, length, scores)
+            wait_for_stores()
+            keep_square(kept.weights, squares.weights, rings.weights_of(chunk), scores, at,
+                        PACKED)  # fmt: skip
         else:
             rings.weights_of(chunk).store(scores.to(gl.bfloat16))
         pairs = warpgroup_mma_wait(0, deps=[pairs])
@@ -75,17 +82,33 @@ def solve(beta, squares, rings, HEADS: gl.constexpr, PACKED: gl.constexpr, KEEPS
         pairs = pairs * left * rings.down(chunk, PAIRED, SQUARE)
         found = inverse(pairs, rings.parts, rings.solved.at(chunk), origin, row, column)
         if KEEPS:
-            store_square(squares.inverse, batch, head, start, length, found)
+            memory = rings.parts.index(origin + LOWER)
+            keep_square(kept.inverse, squares.inverse, memory, found, at, PACKED)
         found = found * rings.across(chunk, BETA, SQUARE)
         rings.solved.at(chunk).store(found.to(gl.bfloat16))
         fence_async_shared()
         rings.keys.release(chunk)
         mbarrier.arrive(rings.solved.full.index(rings.solved.stage(chunk)), count=1)
+    wait_for_stores()
+
+
+@gluon.jit
+def keep_square(desc, view, memory, square, at, PACKED: gl.constexpr):
+    """Start to write the rows of a chunk, as many numbers each; none past the end."""
+    batch, head, start, length, entry, first = at
+    memory.store(square.to(gl.bfloat16))
+    into = entry
+    if PACKED:  # rows past the end are another sequence's: such a chunk goes nowhere by TMA
+        into = gl.where(start + ROWS > length, 1, entry)
+    store(desc, [into, head, first + start, 0], memory.reshape(desc.block_type.shape))
+    if PACKED:  # noqa: SIM102 (a constexpr first)
+        if start + ROWS > length:
+            store_square(view, batch, head, start, length, square)
 
 
 @gluon.jit
 def store_square(view, batch, head, start, length, square):
-    """Write the rows of a chunk, as many numbers each; none past the end."""
+    """Write the rows of a chunk that a sequence ends in; none past the end."""
     LAYOUT: gl.constexpr = mma_layout(ROWS)
     # Counted by numbers that serve nothing else, as in `tensor_view.tile_pointers`.
     row = gl.arange(ROWS, 2 * ROWS, gl.SliceLayout(1, LAYOUT))[:, None]
