@@ -167,13 +167,11 @@ class HopperCall(DeltaCall):
             return None, None, None, None, None
         system, packed = past.system, self.spec.packed
         pair = system.inverse, system.weights
-        kept = KeptDescriptors(
-            *(descriptor(each, Box.of(each, packed, CHUNK, CHUNK)) for each in pair),
-            descriptor(past.states, Box.of(past.states, False, CHUNK, VALUE_CHANNELS)),
-        )
+        squares = (descriptor(each, Box.of(each, packed, CHUNK, CHUNK)) for each in pair)
+        halves = descriptor(past.states, Box.of(past.states, False, CHUNK, VALUE_CHANNELS))
+        kept = KeptDescriptors(*squares, states=halves)
         factors = None if self.norms is None else self.factors()
-        squares = Squares(*map(self.view, pair))
-        return squares, self.meeting(system), factors, system.left, kept
+        return Squares(*map(self.view, pair)), self.meeting(system), factors, system.left, kept
 
     def gradients_of_chunks(
         self, grad_output: Tensor, kept: tuple[Tensor, ...], written: tuple[Tensor | None, ...]
