@@ -77,9 +77,12 @@ def exact(case: BenchCase, tensors: Tensors) -> GroundTruth:
     batches, picked = _spread(case.batch, MOST_BATCHES), _spread(case.output_heads, MOST_HEADS)
     of_gradients = rows
     if case.attention == "delta":
-        of_gradients = rows[rows < _gradient_tokens(case)]
+        first_rows = _spread(_gradient_tokens(case), MOST_ROWS)
+        of_gradients = torch.tensor(first_rows, device=rows.device)
         heads = [
-            one for batch in batches for one in _delta_heads(case, tensors, batch, picked, rows)
+            one
+            for batch in batches
+            for one in _delta_heads(case, tensors, batch, picked, rows, of_gradients)
         ]
     else:
         heads = [_head(case, tensors, batch, head, rows) for batch in batches for head in picked]
@@ -154,9 +157,13 @@ def _gradient_tokens(case: BenchCase) -> int:
 
 
 def _delta_heads(
-    case: BenchCase, tensors: Tensors, batch: int, picked: list[int], rows: Tensor
-) -> Iterator[Exact]:
-    """Some heads of one batch entry, sequence by sequence in chunks."""
+    case: BenchCase, tensors: Tensors, batch: int, picked: list[int], rows: Tensor,
+    of_gradients: Tensor,
+) -> Iterator[Exact]:  # fmt: skip
+    """Some heads of one batch entry, sequence by sequence in chunks.
+
+    of_gradients: the rows whose outputs have a gradient.
+    """
     group = case.kv_heads // case.query_heads
     of_keys = [head // group for head in picked]
     heads = (of_keys, of_keys, picked, picked, picked)
@@ -177,8 +184,7 @@ def _delta_heads(
         tokens = _gradient_tokens(case)
         leaves = [each[:, :, :tokens].detach().requires_grad_() for each in inputs]
         arriving = torch.zeros_like(output[:, :1]).repeat(1, tokens, 1)
-        seen = rows[rows < tokens]
-        arriving[:, seen] = tensors.grad_output[batch, picked][:, seen].double()
+        arriving[:, of_gradients] = tensors.grad_output[batch, picked][:, of_gradients].double()
         with torch.enable_grad():
             found = torch.autograd.grad(_delta_rule(leaves), leaves, arriving.unsqueeze(0))
         for grad, of_first in zip(grads, found, strict=True):
