@@ -24,7 +24,7 @@ from worlds import joined, run_worlds
 from saccade.integrations.transformers import register, shard_sequences
 
 STEPS = 3
-MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped")
+MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed")
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
 )  # fmt: skip
@@ -67,7 +67,9 @@ def trained(name: str, world: int) -> dict[str, Any]:
     model: Any = make(**options).float()
     if world > 1:
         group = dist.group.WORLD
+        model.requires_grad_(name != "thawed")
         model = shard_sequences(model, group, reduce_gradients=name != "unsummed")
+        model.requires_grad_(True)
         if part:
             compile_inside(model, part)
     else:
@@ -98,9 +100,12 @@ def refusals() -> dict[str, str]:
         "embeddings": {"inputs_embeds": torch.zeros(2, 8, 64)},
         "labels": {"labels": tokens[:, :4]},
         "positions": {"position_ids": tokens},
+        "batch": {"input_ids": tokens * (1 + dist.get_rank())},
+        "other labels": {"labels": tokens * (1 + dist.get_rank())},
+        "few": {"input_ids": tokens[:, :1]},
     }.items():
         try:
-            model(input_ids=tokens, **options)
+            model(**{"input_ids": tokens, **options})
         except (TypeError, ValueError) as error:
             found[name] = str(error)
     model = tiny_models.llama()

@@ -111,3 +111,18 @@ def test_the_command_shows_microseconds(monkeypatch, tmp_path):
 
 def quickly(measured):
     return lambda case, peers, device: measured(case, peers, device, SHORT, 2)
+
+
+def test_gradients_of_a_long_delta_case_are_asked_of_its_first_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from saccade.bench import exact as exact_module
+    from saccade.bench.delta_case import delta_cases
+
+    monkeypatch.setattr(exact_module, "GRADIENT_TOKENS", 8)
+    monkeypatch.setattr(exact_module, "MOST_ROWS", 4)  # of 70, so that one lies among these
+    case = next(case for case in delta_cases() if case.name.startswith("tiny-delta-h2x4"))
+    truth = exact_module.exact(case, case.make(torch.device("cpu")))
+    parts = [gradient.part for head in truth.heads for gradient in head.gradients]
+    assert parts
+    assert all(part.norm() > 0 for part in parts)

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -65,6 +66,22 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
     assert (
         "disable_slp_vectorizer=capability == 80" in source
     ) is triton_compiler.INSTALLED.vectors
+
+
+@pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
+def test_systems_of_the_delta_rule_do_without_chains_where_triton_breaks_them(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    from saccade.gpu.language import HOPPER, breaks_chains
+
+    def asked(arch: str) -> bool:
+        options = SimpleNamespace(arch=arch)
+        semantic = SimpleNamespace(builder=SimpleNamespace(options=options))
+        return breaks_chains.jit(_semantic=semantic).value
+
+    pretend(monkeypatch, version)
+    assert asked(HOPPER) is (version != "3.6.0")
+    assert not asked("sm80")
 
 
 class Kernel:

@@ -16,7 +16,7 @@ import torch
 
 # transformers takes seconds to import: the processes alone do so.
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
-MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped")
+MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed")
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
 )  # fmt: skip
@@ -33,6 +33,9 @@ REFUSED = {
     "embeddings": "inputs_embeds: got some beside sharded sequences",
     "labels": "labels: got shape (2, 4), takes the shape of input_ids, (2, 8)",
     "positions": "position_ids: got shape (2, 8), takes [1, 8]",
+    "batch": "input_ids: got other numbers on rank 1 than on rank 0",
+    "other labels": "labels: got other numbers on rank 1 than on rank 0",
+    "few": "input_ids: got 1 tokens, of which a rank gets none",
     "convolution": "model: got mixer, a convolution along rows",
     "chunks": "model: got layers of chunked_attention, takes full_attention or sliding_attention",
 }

@@ -13,10 +13,14 @@ What Triton's own compiler does to our kernels is worked around here, by its ver
            which ptxas takes apart again                          once, which spill
     3.9    converts two numbers that a loop carries to one        each tile of weights is turned
            register, the wrong way round                          round before its product
+    3.8    makes NaN of bfloat16 products in a chain, whose left  the delta rule's systems were NaN
+           operand stands in registers, on Hopper; cause unknown
 
 The first two are undone for our kernels alone: by an option of theirs, and by a hook that stands
-while any thread compiles one. The third is why `gpu/hopper/pipeline.py` converts by assembly there.
-What each costs on an H200: benchmarks/results/h200/triton_versions.txt.
+while any thread compiles one. The third is why `gpu/hopper/pipeline.py` converts by assembly there,
+the last why `ops/delta_rule/triton/chunk_system.py` inverts by other products; as 3.7 and 3.9 did
+not run that kernel on a GPU, they are taken for no better. What the first three cost on an H200:
+benchmarks/results/h200/triton_versions.txt.
 """
 
 from __future__ import annotations
@@ -107,17 +111,18 @@ def machine_code_of(found: Any) -> MachineCode:
 
 
 class Workarounds(NamedTuple):
-    """Which of the three a version of Triton needs."""
+    """Which of the four a version of Triton needs."""
 
     register_level: bool = False
     vectors: bool = False
     conversions: bool = False
+    chains: bool = False
 
 
 BY_VERSION = {
-    "3.7": Workarounds(register_level=True),
-    "3.8": Workarounds(register_level=True),
-    "3.9": Workarounds(register_level=True, vectors=True, conversions=True),
+    "3.7": Workarounds(register_level=True, chains=True),
+    "3.8": Workarounds(register_level=True, chains=True),
+    "3.9": Workarounds(register_level=True, vectors=True, conversions=True, chains=True),
 }
 INSTALLED = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), Workarounds())
 OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike

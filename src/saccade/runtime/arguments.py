@@ -51,6 +51,12 @@ WRITE = {
     "need_weights": "return_lse=True; weights are never written out",
     "backend": "implementation=",
     "s_aux": "sinks=",
+    "output_final_state": "return_state=",
+    "use_qk_l2norm_in_kernel": "normalize_qk=",
+    "g": "decay=",
+    "q_descale": "query_scale=",
+    "k_descale": "key_scale=",
+    "v_descale": "value_scale=",
 }
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils.weak import WeakIdKeyDictionary
 
 from saccade import masks, parallel, scores
 from saccade.integrations.arguments import sliding_window_mask
@@ -100,7 +101,9 @@ def shard_sequences(
         where packed sequences begin anew, and padding is refused.
 
     Raises:
-        TypeError, ValueError: naming the argument, what it got and what it takes, on every rank.
+        TypeError, ValueError: naming the argument, what it got and what it takes, on every rank. A
+            batch that differs between ranks is refused on CPUs; on GPUs, where comparing waits for
+            the device, the first one, and none in a graph of the whole model.
 
     Examples:
         >>> import transformers
@@ -116,23 +119,23 @@ def shard_sequences(
     _check_layers(model)
     register()
     model.set_attn_implementation(NAME)  # type: ignore[operator]
-    sharded = _Sharded(model, mesh, method)
+    sharded = _Sharded(model, mesh, method, reduce_gradients)
+    sharded.sum_gradients()
     model.forward = sharded.forward
-    if reduce_gradients and sharded.group is not None:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.register_hook(sharded.summed)
     return model
 
 
 class _Sharded:
     """The forward pass of a model whose sequences are sharded."""
 
-    def __init__(self, model: Any, mesh: Any, method: str) -> None:
+    def __init__(self, model: Any, mesh: Any, method: str, reduce_gradients: bool) -> None:
         self.model, self.mesh, self.method = model, mesh, method
+        self.reduce_gradients = reduce_gradients
+        self.summed_up: Any = WeakIdKeyDictionary()  # parameters whose gradients are summed
         self.whole: Callable[..., Any] = model.forward
         self.known = SimpleNamespace()  # rows of batches where nothing is packed, by their shape
         self.in_graphs: set[str] = set()  # the names of those that graphs read
+        self.batch_is_known = False
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         self.sizes: dict[str, Any] = {
@@ -157,6 +160,8 @@ class _Sharded:
         in_graph = torch.compiler.is_compiling()
         if not in_graph:
             _check_unpadded(attention_mask)
+            self.sum_gradients()  # of parameters too that were unfrozen or replaced since
+            self._check_batch(input_ids, labels)
         documents = None if in_graph else _documents_of(position_ids)
         # Dynamo makes numbers of what a range is as long as, and a graph of one shape by that.
         batch, length = (len(range(size)) for size in input_ids.shape)
@@ -195,6 +200,7 @@ class _Sharded:
         Dynamo calls it while it traces, as a graph cannot plan, and has what it gives, a name, in
         the graph: which holds for that shape. So what a graph reads stays known.
         """
+        self.sum_gradients()
         name = f"rows of {batch}, {length} on {device}"
         if name not in vars(self.known):
             for old in vars(self.known).keys() - self.in_graphs:
@@ -212,10 +218,48 @@ class _Sharded:
             documents, shape[1], self.mesh, causal=True, method=self.method, batch=shape[0],
             **self.sizes,
         )  # fmt: skip
+        fewest = min(len(plan.rows_of(rank)) for rank in range(plan.ranks))
+        if fewest == 0:  # layers of transformers fail on no rows
+            raise ValueError(
+                f"input_ids: got {shape[1]} tokens, of which a rank gets none, takes at least one "
+                f"for each of {plan.ranks} ranks"
+            )
         rows = ShardedRows(plan, documents, plan.rows.to(device))
         for mask in self.masks:  # now, as a graph inside of the model cannot plan
             rows.plan_of(mask, self.heads)
         return rows
+
+    def sum_gradients(self) -> None:
+        """Have gradients of parameters summed over ranks, where they are not yet."""
+        if not self.reduce_gradients or self.group is None:
+            return
+        for parameter in self.model.parameters():
+            if parameter.requires_grad and parameter not in self.summed_up:
+                parameter.register_hook(self.summed)
+                self.summed_up[parameter] = True
+
+    def _check_batch(self, input_ids: Tensor, labels: Tensor | None) -> None:
+        """Refuse batches that differ between ranks: always on CPUs; on GPUs, where reading waits
+        for the device, the first one.
+
+        A sum weighted by places tells of rows that moved; that other tokens have the same one is
+        not excluded. Labels of which there are none count as a number that no sum is.
+        """
+        if self.group is None or (self.batch_is_known and input_ids.is_cuda):
+            return
+        self.batch_is_known = True
+        sums = [float("inf") if each is None else _weighted(each) for each in (input_ids, labels)]
+        mine = torch.tensor(sums, dtype=torch.float64, device=input_ids.device)
+        ranks = dist.get_world_size(self.group)
+        all_sums = [torch.empty_like(mine) for _ in range(ranks)]
+        dist.all_gather(all_sums, mine, group=self.group)
+        for place, name in enumerate(("input_ids", "labels")):
+            others = [rank for rank in range(ranks) if all_sums[rank][place] != all_sums[0][place]]
+            if others:
+                raise ValueError(
+                    f"{name}: got other numbers on rank {others[0]} than on rank 0, takes the same "
+                    "batch on every rank (no DistributedSampler)"
+                )
 
     def summed(self, gradient: Tensor) -> Tensor:
         """A parameter's gradient, summed over ranks."""
@@ -312,6 +356,13 @@ def _check_unpadded(attention_mask: Tensor | None) -> None:
             "attention_mask: got padding, takes None; pack sequences into one row and say by "
             "position_ids where they begin"
         )
+
+
+def _weighted(numbers: Tensor) -> float:
+    """A sum of whole numbers by their places."""
+    flat = numbers.reshape(-1).long()
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 2654435761 % 1000003
+    return float((flat * weights).sum())
 
 
 def _kind(value: Any) -> str:
