@@ -249,10 +249,10 @@ class _Sharded:
             return
         self.batch_is_known = True
         sums = [float("inf") if each is None else _weighted(each) for each in (input_ids, labels)]
-        mine = torch.tensor(sums, dtype=torch.float64, device=input_ids.device)
+        of_rank = torch.tensor(sums, dtype=torch.float64, device=input_ids.device)
         ranks = dist.get_world_size(self.group)
-        all_sums = [torch.empty_like(mine) for _ in range(ranks)]
-        dist.all_gather(all_sums, mine, group=self.group)
+        all_sums = [torch.empty_like(of_rank) for _ in range(ranks)]
+        dist.all_gather(all_sums, of_rank, group=self.group)
         for place, name in enumerate(("input_ids", "labels")):
             others = [rank for rank in range(ranks) if all_sums[rank][place] != all_sums[0][place]]
             if others:
