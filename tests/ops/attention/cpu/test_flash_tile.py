@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import saccade
 from saccade.ops.attention.cpu import flash_tile
 
 SCALE = 0.3
@@ -192,3 +193,22 @@ def test_rows_of_any_strides(dims):
     visible = mask_of(1, 1, 5, 7)
     found, wanted = (forward(t, visible) for t in (odd, tensors))
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of", ["query", "key", "value"])
+@pytest.mark.parametrize("causal", [True, False])
+def test_inf_that_a_row_sees_shows_in_its_output(dtype: torch.dtype, of: str, causal: bool) -> None:
+    rows = dict(zip(("query", "key", "value"), torch.randn(3, 1, 2, 64, 64).to(dtype), strict=True))
+    rows[of][0, 0, 2, 3] = torch.inf
+    query, key, value = rows.values()
+    output, lse = saccade.attention(query, key, value, causal=causal, return_lse=True)
+    scores = query.double() @ key.double().mT / 8
+    if causal:
+        scores = scores.masked_fill(torch.ones(64, 64).triu(1).bool(), -torch.inf)
+    weights = scores.softmax(-1).unsqueeze(-1)
+    exact = torch.where(weights == 0, 0.0, weights * value.double().unsqueeze(2)).sum(-2)
+    shown = ~exact.isfinite().all(-1)
+    assert shown.any()
+    assert not output[shown].isfinite().all(-1).any()
+    assert lse.shape == shown.shape

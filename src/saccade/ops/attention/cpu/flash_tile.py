@@ -138,6 +138,7 @@ def forward(
         scale=scale,
     )
     output, lse = _unpack(output, heads, rows)[..., :value_dim], _unpack(lse, heads, rows)
+    output = _as_lse_says(output, lse)
     if partial is not None and partial.blind is not None:  # the kernel says lse 0 for such a row
         lse = lse.masked_fill(partial.blind, -torch.inf)
     return output, lse
@@ -167,8 +168,9 @@ def forward_rows(
         attn_mask=bias,
         scale=scale,
     )
-    output = output.reshape(batch, heads, 1, dim)
-    return output if value_dim == dim else output[..., :value_dim], lse.reshape(batch, heads, 1)
+    output, lse = output.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
+    output = _as_lse_says(output, lse)
+    return output if value_dim == dim else output[..., :value_dim], lse
 
 
 def backward(
@@ -208,6 +210,15 @@ def backward(
     if negated:
         grad_query = grad_query.neg_()
     return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
+
+
+def _as_lse_says(output: Tensor, lse: Tensor) -> Tensor:
+    """The output with NaN in rows whose lse is NaN or inf.
+
+    In bfloat16 the kernel has finite numbers there, mostly 0, where a row sees inf.
+    """
+    beyond = ~(lse < torch.inf)
+    return output.masked_fill(beyond.unsqueeze(-1), torch.nan) if bool(beyond.any()) else output
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
