@@ -199,9 +199,8 @@ def test_rows_of_any_strides(dims):
 @pytest.mark.parametrize("of", ["query", "key", "value"])
 @pytest.mark.parametrize("causal", [True, False])
 def test_inf_that_a_row_sees_shows_in_its_output(dtype: torch.dtype, of: str, causal: bool) -> None:
-    rows = dict(zip(("query", "key", "value"), torch.randn(3, 1, 2, 64, 64).to(dtype), strict=True))
-    rows[of][0, 0, 2, 3] = torch.inf
-    query, key, value = rows.values()
+    query, key, value = torch.randn(3, 1, 2, 64, 64).to(dtype).unbind()
+    {"query": query, "key": key, "value": value}[of][0, 0, 2, 3] = torch.inf
     output, lse = saccade.attention(query, key, value, causal=causal, return_lse=True)
     scores = query.double() @ key.double().mT / 8
     if causal:
