@@ -269,10 +269,9 @@ def tune_quickly(module: ModuleType, plausible: Callable[[Any], bool] | None = N
     for kernel in [*vars(module).values()]:
         while kernel is not None and not hasattr(kernel, "prune_configs"):
             kernel = getattr(kernel, "fn", None)
-        is_kernel = kernel is not None and not isinstance(
-            kernel, type
-        )  # modules import tuners, too
-        if is_kernel and "prune_configs" not in vars(kernel):
+        if kernel is None or isinstance(kernel, type):  # modules import classes of tuners, too
+            continue
+        if "prune_configs" not in vars(kernel):
             _tune_quickly(kernel, plausible)
 
 
