@@ -20,7 +20,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from saccade import masks, parallel, scores
 from saccade.integrations.arguments import sliding_window_mask
 from saccade.integrations.transformers.attention import CAUSAL, NAME, register
-from saccade.parallel.agreement import digest_of
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -244,21 +243,19 @@ class _Sharded:
         """Refuse batches that differ between ranks: always on CPUs; on GPUs, where reading waits
         for the device, the first one.
 
-        Labels of which there are none count as a number that no digest is.
+        A sum weighted by places tells of rows that moved; that other tokens have the same one is
+        not excluded. Labels of which there are none count as a number that no sum is.
         """
         if self.group is None or (self.batch_is_known and input_ids.is_cuda):
             return
         self.batch_is_known = True
-        digests = [
-            float("inf") if each is None else float(int(digest_of(each), 16))  # 48 bits: exact
-            for each in (input_ids, labels)
-        ]
-        of_rank = torch.tensor(digests, dtype=torch.float64, device=input_ids.device)
+        sums = [float("inf") if each is None else _weighted(each) for each in (input_ids, labels)]
+        of_rank = torch.tensor(sums, dtype=torch.float64, device=input_ids.device)
         ranks = dist.get_world_size(self.group)
-        of_ranks = [torch.empty_like(of_rank) for _ in range(ranks)]
-        dist.all_gather(of_ranks, of_rank, group=self.group)
+        all_sums = [torch.empty_like(of_rank) for _ in range(ranks)]
+        dist.all_gather(all_sums, of_rank, group=self.group)
         for place, name in enumerate(("input_ids", "labels")):
-            others = [rank for rank in range(ranks) if of_ranks[rank][place] != of_ranks[0][place]]
+            others = [rank for rank in range(ranks) if all_sums[rank][place] != all_sums[0][place]]
             if others:
                 raise ValueError(
                     f"{name}: got other numbers on rank {others[0]} than on rank 0, takes the same "
@@ -360,6 +357,13 @@ def _check_unpadded(attention_mask: Tensor | None) -> None:
             "attention_mask: got padding, takes None; pack sequences into one row and say by "
             "position_ids where they begin"
         )
+
+
+def _weighted(numbers: Tensor) -> float:
+    """A sum of whole numbers by their places."""
+    flat = numbers.reshape(-1).long()
+    weights = torch.arange(1, flat.numel() + 1, device=flat.device) * 2654435761 % 1000003
+    return float((flat * weights).sum())
 
 
 def _kind(value: Any) -> str:
