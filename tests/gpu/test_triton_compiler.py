@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -62,26 +61,70 @@ def test_the_table_says_what_the_installed_triton_does() -> None:
     from triton.backends.nvidia import compiler
 
     source = inspect.getsource(compiler)
+    assert compiler.get_ptxas(90).version.startswith("12.9") is triton_compiler.INSTALLED.assembler
     assert ("--regAllocOptLevel=2" in source) is triton_compiler.INSTALLED.register_level
     assert (
         "disable_slp_vectorizer=capability == 80" in source
     ) is triton_compiler.INSTALLED.vectors
 
 
-@pytest.mark.parametrize("version", ["3.6.0", "3.8.0"])
-def test_systems_of_the_delta_rule_do_without_chains_where_triton_breaks_them(
-    monkeypatch: pytest.MonkeyPatch, version: str
+@pytest.mark.parametrize(
+    ("version", "target", "expected"),
+    [
+        ("3.6.0", CUDA, "ptxas"),
+        ("3.8.0", CUDA, "ptxas-blackwell"),
+        ("3.8.0", GPUTarget("cuda", 80, 32), "ptxas"),
+        ("3.8.0", HIP, "ptxas"),
+        ("3.9.0", CUDA, "ptxas"),  # as Triton itself has it: ptxas-blackwell, by another choice
+    ],
+)
+def test_the_newer_ptxas_assembles_for_hopper_where_the_older_errs(
+    monkeypatch: pytest.MonkeyPatch, version: str, target: GPUTarget, expected: str
 ) -> None:
-    from saccade.gpu.language import HOPPER, breaks_chains
+    """For kernels of ours alone, and not where somebody named an assembler."""
+    from triton.backends.nvidia import compiler
 
-    def asked(arch: str) -> bool:
-        options = SimpleNamespace(arch=arch)
-        semantic = SimpleNamespace(builder=SimpleNamespace(options=options))
-        return breaks_chains.jit(_semantic=semantic).value
+    def of_triton(arch: int) -> str:
+        return "ptxas-blackwell" if arch >= 100 else "ptxas"
 
     pretend(monkeypatch, version)
-    assert asked(HOPPER) is (version != "3.6.0")
-    assert not asked("sm80")
+    monkeypatch.setattr(compiler, "get_ptxas", of_triton)
+    monkeypatch.setattr(triton_compiler, "ASTSource", Source)
+    monkeypatch.delenv(PTXAS, raising=False)
+    met: list[Any] = []
+
+    def compile_it(source: Any, target: GPUTarget, options: dict[str, Any]) -> None:
+        thread = threading.Thread(target=lambda: met.append(compiler.get_ptxas(90)))
+        thread.start()
+        thread.join()
+        met.append(compiler.get_ptxas(90))
+        met.append(options.get("ptx_version"))
+
+    monkeypatch.setattr(triton, "compile", compile_it)
+    asked = cast(Any, Kernel()), Arguments([], []), {}, target
+    triton_compiler.compiled(*asked)
+    told = 88 if expected == "ptxas-blackwell" else None  # another key in Triton's cache
+    assert met == ["ptxas", expected, told]
+    assert compiler.get_ptxas is of_triton
+    met.clear()
+    with monkeypatch.context() as named:
+        named.setenv(PTXAS, "/a/users/ptxas")
+        triton_compiler.compiled(*asked)
+        named.delenv(PTXAS)
+        named.setitem(vars(knobs.nvidia), "ptxas", "/a/users/ptxas")
+        triton_compiler.compiled(*asked)
+    assert met == ["ptxas", "ptxas", told] * 2
+
+
+def test_a_failure_leaves_tritons_own_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton.backends.nvidia import compiler
+
+    pretend(monkeypatch, "3.8.0")
+    choice = compiler.get_ptxas
+    with pytest.raises(ZeroDivisionError), triton_compiler.newer_assembler(CUDA):
+        assert compiler.get_ptxas(90).path == choice(100).path
+        _ = 1 // 0
+    assert compiler.get_ptxas is choice
 
 
 class Kernel:

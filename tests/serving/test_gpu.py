@@ -96,7 +96,7 @@ def test_whatever_happens_no_token_changes(model, seed, monkeypatch):
     )  # fmt: skip
     assert "steps that read prompts are CUDA graphs for 16 rows" in engine.explain()
     found = disturbed.disturb(engine, 250, random.Random(seed), monkeypatch)
-    assert len(found) > 30
+    assert len(found) > 20  # of some 60 asked; others were cancelled, or met three faults
     if next(model.parameters()).dtype == torch.float32:
         alone = saccade.Engine(
             model, num_pages=64, page_size=4, max_sequences=6, max_length=64, cuda_graphs=False

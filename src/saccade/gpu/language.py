@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 __all__ = [
     "INTERPRETED", "Call", "Constant", "Deferred", "Function", "Name", "Value", "aggregate",
-    "breaks_chains", "builtin_of_ours", "gdc_launch_dependents", "gdc_wait", "gl", "gluon",
+    "builtin_of_ours", "gdc_launch_dependents", "gdc_wait", "gl", "gluon",
     "is_hopper", "resolved", "tl", "triton",
 ]  # fmt: skip
 
@@ -314,14 +314,3 @@ def is_hopper(_semantic: Any = None) -> Any:
     if _semantic is None:
         return False
     return tl.constexpr(getattr(_semantic.builder.options, "arch", None) == HOPPER)
-
-
-@builtin_of_ours
-def breaks_chains(_semantic: Any = None) -> Any:
-    """Whether Triton's version makes NaN of products of bfloat16 that follow one another on Hopper,
-    their left operand in registers; not under the interpreter (`gpu/triton_compiler.py`)."""
-    if _semantic is None:
-        return False
-    installed = importlib.import_module("saccade.gpu.triton_compiler").INSTALLED
-    on_hopper = getattr(_semantic.builder.options, "arch", None) == HOPPER
-    return tl.constexpr(installed.chains and on_hopper)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
+import importlib.util
 import itertools
 import json
 import lzma
 import os
+import re
 import sys
 import tempfile
 import warnings
@@ -301,13 +302,21 @@ def cache() -> Path | None:
 
 
 def triton_version() -> str:
-    """The version of the Triton that is installed, without importing it; "none": there is none."""
-    for name in ("triton", "triton-windows", "pytorch-triton", "pytorch-triton-rocm"):
-        try:
-            return importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return "none"
+    """The version of the Triton that an import finds, without importing it; "none": there is none.
+
+    It is what the first lines of the package itself say. What pip knows of may be another: a copy
+    that stands earlier in PYTHONPATH, or one that was built in place.
+    """
+    try:
+        found = importlib.util.find_spec("triton")
+    except (ImportError, ValueError):  # something keeps it from being imported
+        return "none"
+    if found is None or found.origin is None:
+        return "none"
+    said = re.search(
+        r'^__version__ = ["\'](.+?)["\']', Path(found.origin).read_text(), re.MULTILINE
+    )
+    return said[1] if said else "unknown"
 
 
 def cached(address: str) -> MachineCode | None:

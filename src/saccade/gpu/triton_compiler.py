@@ -6,29 +6,30 @@ kernel says of itself; in 3.6 to 3.9.
 
 What Triton's own compiler does to our kernels is worked around here, by its version:
 
-    since  what Triton does                                       what that does to our kernels
-    3.7    has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
+    in     what Triton does                                       what that does to our kernels
+    3.8    has ptxas 12.9.86 assemble for Hopper, which uses      the delta rule's systems were NaN:
+           registers again that a product still reads (Triton's   packed calls always, others when
+           pull request 11781; mended in CUDA 13.3, as NVIDIA's   anything around them changed
+           notes on it say)
+    3.7 on has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
            a fault of ptxas 13 that it does not name              times as much
-    3.9    lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at
+    3.9 on lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at
            which ptxas takes apart again                          once, which spill
-    3.9    converts two numbers that a loop carries to one        each tile of weights is turned
+    3.9 on converts two numbers that a loop carries to one        each tile of weights is turned
            register, the wrong way round                          round before its product
-    3.8    makes NaN of bfloat16 products in a chain, whose left  the delta rule's systems were NaN
-           operand stands in registers, on Hopper; cause unknown
 
-The first two are undone for our kernels alone: by an option of theirs, and by a hook that stands
-while any thread compiles one. The third is why `gpu/hopper/pipeline.py` converts by assembly there,
-the last why `ops/delta_rule/triton/chunk_system.py` inverts by other products; as 3.7 and 3.9 did
-not run that kernel on a GPU, they are taken for no better. What the first three cost on an H200:
-benchmarks/results/h200/triton_versions.txt.
+The first three are undone for our kernels alone: by the ptxas that 3.8 brings for Blackwell,
+13.3.33, which assembles for Hopper too, as 3.9 has it by itself; by an option; and by a hook that
+stands while any thread compiles a kernel of ours. The last is why `gpu/hopper/pipeline.py` converts
+by assembly there. What the last three cost on an H200: benchmarks/results/h200/triton_versions.txt.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import triton
@@ -72,7 +73,7 @@ def compiled(
     asked = {**FUSED, **workaround_options(target), "debug": knobs.runtime.debug}
     if hasattr(knobs.compilation, "instrumentation_mode"):
         asked["instrumentation_mode"] = knobs.compilation.instrumentation_mode
-    with tritons_assembler, worked_around(target):
+    with tritons_assembler, newer_assembler(target), worked_around(target):
         return triton.compile(source, target=target, options={**asked, **options})
 
 
@@ -113,19 +114,23 @@ def machine_code_of(found: Any) -> MachineCode:
 class Workarounds(NamedTuple):
     """Which of the four a version of Triton needs."""
 
+    assembler: bool = False
     register_level: bool = False
     vectors: bool = False
     conversions: bool = False
-    chains: bool = False
 
 
 BY_VERSION = {
-    "3.7": Workarounds(register_level=True, chains=True),
-    "3.8": Workarounds(register_level=True, chains=True),
-    "3.9": Workarounds(register_level=True, vectors=True, conversions=True, chains=True),
+    "3.7": Workarounds(register_level=True),
+    "3.8": Workarounds(assembler=True, register_level=True),
+    "3.9": Workarounds(register_level=True, vectors=True, conversions=True),
 }
 INSTALLED = BY_VERSION.get(".".join(triton.__version__.split(".")[:2]), Workarounds())
+HOPPER, BLACKWELL = 90, 100
 OWN_LEVEL = "--regAllocOptLevel=5"  # ptxas takes the last that it is given; from 4 on all are alike
+PTX_OF_BOTH = (
+    88  # a version of PTX that 3.8's two assemblers read; by it Triton's cache tells apart
+)
 PIPELINE = "saccade: scalars stay scalars"  # what Triton knows kernels by that were compiled so
 
 
@@ -151,17 +156,23 @@ class Meanwhile:
 
 def needed(target: GPUTarget) -> Workarounds:
     """What this Triton needs for a target."""
-    return INSTALLED if target.backend == "cuda" else Workarounds()
+    if target.backend != "cuda":
+        return Workarounds()
+    return INSTALLED._replace(assembler=INSTALLED.assembler and target.arch == HOPPER)
 
 
-def workaround_options(target: GPUTarget) -> dict[str, str]:
+def workaround_options(target: GPUTarget) -> dict[str, Any]:
     """Options for every kernel: none by most versions.
 
     What a user has ptxas told (PTXAS_OPTIONS) stands behind ours, and so holds.
     """
-    if not needed(target).register_level:
-        return {}
-    return {"ptx_options": " ".join(filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options)))}
+    options: dict[str, Any] = {}
+    if needed(target).register_level:
+        told = filter(None, (OWN_LEVEL, knobs.nvidia.ptxas_options))
+        options["ptx_options"] = " ".join(told)
+    if needed(target).assembler:
+        options["ptx_version"] = PTX_OF_BOTH
+    return options
 
 
 _hidden: list[str] = []  # the assembler that Inductor named, meanwhile
@@ -181,6 +192,59 @@ tritons_assembler = Meanwhile(_hide_assembler, _show_assembler)
 """Triton's own assembler, where Inductor named PyTorch's: else a kernel's machine code would depend
 on what a process compiled before, and spill by one version of the assembler what it does not by the
 other."""
+
+
+class Stage(threading.local):
+    """What a thread compiles."""
+
+    on_hopper = False  # whether it is a kernel of ours that another assembler is wanted for
+    ours = False  # whether it is in a stage of one of our kernels
+
+
+_stage = Stage()
+
+
+@contextmanager
+def newer_assembler(target: GPUTarget) -> Iterator[None]:
+    """Assemble what this thread compiles meanwhile as 3.9 does, where 3.8 errs."""
+    if not needed(target).assembler:
+        yield
+        return
+    with _newer_assembler:
+        _stage.on_hopper = True
+        try:
+            yield
+        finally:
+            _stage.on_hopper = False
+
+
+class _Assembler:
+    """Triton's choice of an assembler, which for our kernels is the one for Blackwell."""
+
+    def __init__(self, whole: Callable[[int], Any]) -> None:
+        self.whole = whole
+
+    def __call__(self, arch: int) -> Any:
+        """The assembler of an architecture; who named one himself is given that."""
+        named = os.environ.get(PTXAS) or vars(knobs.nvidia).get("ptxas")
+        return self.whole(BLACKWELL if _stage.on_hopper and not named else arch)
+
+
+def _replace_choice() -> None:
+    from triton.backends.nvidia import compiler
+
+    if not isinstance(compiler.get_ptxas, _Assembler):
+        compiler.get_ptxas = _Assembler(compiler.get_ptxas)
+
+
+def _restore_choice() -> None:
+    from triton.backends.nvidia import compiler
+
+    if isinstance(compiler.get_ptxas, _Assembler):
+        compiler.get_ptxas = compiler.get_ptxas.whole
+
+
+_newer_assembler = Meanwhile(_replace_choice, _restore_choice)
 
 
 def worked_around(target: GPUTarget) -> AbstractContextManager[None]:
@@ -224,15 +288,6 @@ def _without_vectors(make: Callable[[Any, Any], Any]) -> Callable[[Any, Any], An
                 _stage.ours = False
 
     return made
-
-
-class Stage(threading.local):
-    """What a thread compiles."""
-
-    ours = False  # whether it is in a stage of one of our kernels
-
-
-_stage = Stage()
 
 
 class _Scalars:

@@ -32,7 +32,6 @@ SEEN = {
     ("3.8", "hopper_backward", "bf16 d128 none"): 2,
     ("3.8", "hopper_backward", "bf16 d128 causal"): 2,
     ("3.8", "hopper_backward, in key order", "bf16 d128 causal"): 2,
-    ("3.8", "hopper_linear_forward", "bf16 d64 causal"): 1,
     ("3.8", "hopper_linear_backward_keys", "bf16 d128 causal"): 30,
     ("3.8", "hopper_linear_wide_grad_query", "bf16 d256 causal"): 14,
     ("3.9", "hopper_backward", "bf16 d64 none"): 6,

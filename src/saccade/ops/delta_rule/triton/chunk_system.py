@@ -41,7 +41,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from saccade.gpu.features import load_number
-from saccade.gpu.language import breaks_chains, tl, triton
+from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import num_rows, row_pointers, store_numbers, store_tile, wide
 from saccade.ops.delta_rule.triton.chunk_rows import (
     chunk_slot,
@@ -297,24 +297,21 @@ def inverse_by_blocks(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION
 
     All blocks of a size lie in one matrix, whose other entries are 0: D the inverses of blocks so
     far, B what lies below the diagonal in blocks twice as large; then D − D B D has their inverses.
-
-    "bf16x2" becomes three passes of tf32 where Triton breaks chains of its products.
     """
-    PRODUCTS: tl.constexpr = "tf32x3" if PRECISION == "bf16x2" and breaks_chains() else PRECISION
     rows = tl.arange(0, SIZE)
     diagonal = rows[:, None] == rows[None, :]
     found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, 0.0))
     for level in tl.static_range(1, LEVELS):
         below = tl.where(pairs_of_level(rows, level), lower, 0.0)
-        if PRODUCTS == "bf16x2":
+        if PRECISION == "bf16x2":
             # What is multiplied on the left stays in registers, as it is; tf32 would be moved.
             narrowed, less = found.to(tl.bfloat16), (-found).to(tl.bfloat16)
             high, low = two_parts(below)
             high, low = two_parts(tl.dot(low, narrowed, tl.dot(high, narrowed)))
             found = tl.dot(less, low, tl.dot(less, high, found))
         else:
-            below = tl.dot(below, found, input_precision=PRODUCTS)
-            found -= tl.dot(found, below, input_precision=PRODUCTS)
+            below = tl.dot(below, found, input_precision=PRECISION)
+            found -= tl.dot(found, below, input_precision=PRECISION)
     return found
 
 
