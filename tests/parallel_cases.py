@@ -141,13 +141,14 @@ def compare(world: Any, method: str, **description: Any) -> None:
     check(world, results(made, planned(made, world, method)), method, **description)
 
 
-def refused(error: type[Exception], texts: list[str], call: Callable[[], Any]) -> None:
+def refused(error: type[Exception], texts: list[str], call: Callable[[], Any]) -> str:
+    """What was said."""
     try:
         call()
     except error as found:
         assert all(text in str(found) for text in texts), str(found)
-    else:
-        raise AssertionError(f"nothing was refused: {texts}")
+        return str(found)
+    raise AssertionError(f"nothing was refused: {texts}")
 
 
 # ---- every mask by every method, and beside it one score, sinks or none, one layout --------------
@@ -335,6 +336,33 @@ def _unshard(group: Any) -> None:
     assert torch.equal(whole.grad, wanted)
 
 
+@case("shards that differ")
+def _shards_differ(group: Any) -> None:
+    rank = dist.get_rank(group)
+    plan = parallel.plan(masks.causal(), 24, group)
+    own = torch.zeros(1, len(plan.rows), 4)
+
+    def unsharded(shards: Any = own, dim: int = 1) -> Tensor:
+        return plan.unshard(shards, dim=dim)
+
+    longer = torch.cat([own, own], 1)
+    different: list[tuple[dict[str, Any], list[str]]] = [
+        ({"shards": own[..., :3]}, ["shards: got [1, 4] beside rows, torch.float32 on rank", "3]"]),
+        ({"shards": own.double()}, ["shards: got [1, 4] beside rows, torch.float32 on rank", "64"]),
+        ({"shards": own.mT, "dim": 2}, ["dim: got 1 on rank", "2 on rank 1; takes the same"]),
+    ]
+    for options, texts in different:
+        refused(ValueError, texts, lambda o=options: unsharded(**(o if rank == 1 else {})))
+    mine: list[tuple[dict[str, Any], str]] = [
+        ({"shards": longer}, f"shards: got {2 * 24 // dist.get_world_size(group)} rows along"),
+        ({"dim": 7}, "dim: got 7 of shards of 3 dimensions, takes -3 to 2"),
+    ]
+    for options, text in mine:
+        texts = [text] if rank == 1 else ["another rank could not begin this call: rank 1", text]
+        refused(ValueError, texts, lambda o=options: unsharded(**(o if rank == 1 else {})))
+    assert unsharded(dim=-2).shape == (1, 24, 4)  # and go on
+
+
 @case("nothing is sent where every rank holds all keys that it needs")
 def _local(group: Any) -> None:
     lengths = ((16, 16),) * dist.get_world_size(group)  # a document a rank
@@ -433,30 +461,58 @@ def _own_gradients_of_state(group: Any) -> None:
     torch.testing.assert_close(*found)
 
 
+def recur(plan: parallel.Plan, delta: bool = False, more: int = 0, **options: Any) -> None:
+    """A recurrence of zeros; more: rows beyond the plan's."""
+    rows = torch.zeros(1, 2, len(plan.rows) + more, 8)
+    if delta:
+        parallel.gated_delta_rule(rows, rows, rows, rows[..., 0], plan=plan, **options)
+    else:
+        parallel.linear_attention(rows, rows, rows, plan=plan, **options)
+
+
 @case("recurrences that differ")
 def _recurrences_differ(group: Any) -> None:
     rank = dist.get_rank(group)
     plan = parallel.plan(masks.causal(), 24, group)
+    constant, state = torch.zeros(2), torch.zeros(1, 2, 8, 8)
+    sums, by_row = state[..., 0], torch.zeros(1, 2, len(plan.rows))
+    whole = "torch.float32, whole on "
+    different: list[tuple[dict[str, Any], dict[str, Any], list[str]]] = [
+        ({}, {"decay": constant}, ["decay: got none on rank", f"(2,) {whole}rank 1"]),
+        ({}, {"decay": by_row}, ["decay: got none on rank", "[1, 2] beside rows, "]),
+        ({}, {"feature_map": "relu"}, ["options: got ", "rank 1"]),
+        ({}, {"delta": True, "initial_state": state}, ["call: got linear_attention on rank"]),
+        ({}, {"return_state": True}, ["options: got ", "rank 1"]),
+        ({"delta": True}, {"decay": by_row}, ["decay: got none on rank", "[1, 2] beside rows, "]),
+        (
+            {"delta": True}, {"initial_state": state},
+            ["initial_state: got none on rank", f"(1, 2, 8, 8) {whole}rank 1"],
+        ),
+        (
+            {"delta": True, "initial_state": state}, {"initial_state": state + 1},
+            ["initial_state, whole on every rank: got numbers ", "on rank 1; takes the same"],
+        ),
+        (
+            {"initial_state": saccade.LinearState(state, sums)},
+            {"initial_state": saccade.LinearState(state, sums + 1)},
+            ["initial_state.key_sum, whole on every rank: got numbers ", "on rank 1; takes the"],
+        ),
+        (
+            {"decay": constant}, {"decay": constant - 1},
+            ["decay, whole on every rank: got numbers ", "on rank 1; takes the same"],
+        ),
+    ]  # fmt: skip
+    for common, of_one, texts in different:
+        options = common | (of_one if rank == 1 else {})
+        said = refused(ValueError, texts, functools.partial(recur, plan, **options))
+        assert "query: got" not in said, said  # what is equal is not named
+    recur(plan)  # and go on
 
-    def called_with(delta: bool = False, more: int = 0, **options: Any) -> None:
-        rows = torch.zeros(1, 2, len(plan.rows) + more, 8)
-        if delta:
-            parallel.gated_delta_rule(rows, rows, rows, rows[..., 0], plan=plan, **options)
-        else:
-            parallel.linear_attention(rows, rows, rows, plan=plan, **options)
 
-    constant = torch.zeros(2)
-    state = torch.zeros(1, 2, 8, 8)
-    different: list[tuple[dict[str, Any], str]] = [
-        ({"decay": constant}, "whole on every rank: got decay (2,) on rank"),
-        ({"feature_map": "relu"}, "options: got "),
-        ({"delta": True, "initial_state": state}, "call: got linear_attention on rank"),
-        ({"return_state": True}, "options: got "),
-    ]
-    for options, text in different:
-        refused(ValueError, [text.split(" got ")[0], "rank 1"], lambda o=options: called_with(
-            **(o if rank == 1 else {})
-        ))  # fmt: skip
+@case("recurrences that one rank cannot begin")
+def _recurrences_refused(group: Any) -> None:
+    rank = dist.get_rank(group)
+    plan, state = parallel.plan(masks.causal(), 24, group), torch.zeros(1, 2, 8, 8)
     mine: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"more": 1}, ValueError, "query: got "),
         ({"decay": torch.zeros(3)}, ValueError, "decay: got shape (3,)"),
@@ -474,11 +530,11 @@ def _recurrences_differ(group: Any) -> None:
         delta = {"delta": options.get("delta", False)}
         texts = [text] if rank == 1 else ["another rank could not begin this call: rank 1", text]
         kind: type[Exception] = error if rank == 1 else ValueError
-        refused(kind, texts, lambda o=options, d=delta: called_with(**(o if rank == 1 else d)))
+        refused(kind, texts, lambda o=options, d=delta: recur(plan, **(o if rank == 1 else d)))
     texts = ["key_lengths: an unknown option; takes align, causal, config, decay"]
-    refused(TypeError, texts, lambda: called_with(key_lengths=1))
-    called_with()  # and go on
-    called_with(delta=True)
+    refused(TypeError, texts, lambda: recur(plan, key_lengths=1))
+    recur(plan)  # and go on
+    recur(plan, delta=True)
 
 
 # ---- caches --------------------------------------------------------------------------------------

@@ -214,6 +214,13 @@ def _recurrences_differ(group: Any) -> None:
     refused(Exception, ["feature_map: got ReLU inside torch.compile, takes a name there"],
             lambda: graph(rows, feature_map=torch.nn.ReLU()))  # fmt: skip
     torch.testing.assert_close(graph(rows), scan(rows))  # and go on
+    texts = ["decay, whole on every rank: got numbers ", "on rank 1; takes the same on every rank"]
+    decay = torch.full((2,), -0.5)
+    for turn in range(3):  # by one graph, which compares each time it runs
+        if turn == 1:
+            refused(ValueError, texts, lambda: graph(rows, decay=decay - rank))
+        else:
+            torch.testing.assert_close(graph(rows, decay=decay), scan(rows, decay=decay))
 
 
 def run_rank_on_gpu(rank: int, world: int, folder: Path, text: str = "") -> None:

@@ -9,7 +9,9 @@ became, by model, to a file.
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -18,22 +20,21 @@ from typing import Any
 import tiny_models
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from worlds import joined, run_worlds
 
 from saccade.integrations.transformers import register, shard_sequences
 
 STEPS = 3
-MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed")
+MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted")
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
 )  # fmt: skip
 
 
-def batches(model: str) -> list[dict[str, Tensor]]:
+def batches(model: str) -> list[dict[str, Any]]:
     """A batch for each step, of lengths that ranks do not divide; some labels are ignored."""
     generator = torch.Generator().manual_seed(5)
-    found = []
+    found: list[dict[str, Any]] = []
     for step in range(STEPS):
         shape = (1, 41) if model == "packed" else (2, 37 + step % 2)
         tokens = torch.randint(3, tiny_models.VOCABULARY, shape, generator=generator)
@@ -42,6 +43,8 @@ def batches(model: str) -> list[dict[str, Tensor]]:
         if model == "packed":
             parts = [torch.arange(size) for size in (7, 20 + step, 14 - step)]
             batch["position_ids"] = torch.cat(parts)[None]
+        if model == "counted":  # as transformers' Trainer counts several batches before a step
+            batch["num_items_in_batch"] = (labels != -100).sum() + 17 if step else 60
         if model.startswith("told"):  # what makes no difference
             batch["attention_mask"] = torch.ones_like(tokens)
             if step:
@@ -103,6 +106,8 @@ def refusals() -> dict[str, str]:
         "batch": {"input_ids": tokens * (1 + dist.get_rank())},
         "other labels": {"labels": tokens * (1 + dist.get_rank())},
         "few": {"input_ids": tokens[:, :1]},
+        "items": {"labels": tokens, "num_items_in_batch": "all"},
+        "other items": {"labels": tokens, "num_items_in_batch": 14 + dist.get_rank()},
     }.items():
         try:
             model(**{"input_ids": tokens, **options})
@@ -114,6 +119,18 @@ def refusals() -> dict[str, str]:
         try:
             shard_sequences(refused, dist.group.WORLD)
         except ValueError as error:
+            found[name] = str(error)
+    sharded = shard_sequences(tiny_models.llama(), dist.group.WORLD)
+    calls: dict[str, Any] = {
+        "module": lambda: shard_sequences(torch.nn.Linear(2, 2), dist.group.WORLD),
+        "class": lambda: shard_sequences(torch.nn.Linear, dist.group.WORLD),  # type: ignore[type-var]
+        "copy": lambda: copy.deepcopy(sharded),
+        "pickle": lambda: pickle.dumps(sharded),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except TypeError as error:
             found[name] = str(error)
     return found
 

@@ -112,6 +112,9 @@ def test_the_last_word_holds() -> None:
     torch.testing.assert_close(found, exact, rtol=0, atol=0)
     with pytest.raises(TypeError, match="fp8: got str, takes True or False"):
         sdpa.enable(fp8="block")  # type: ignore[arg-type]
+    for call in (sdpa.enable, lambda **options: sdpa.enabled(**options).__enter__()):
+        with pytest.raises(TypeError, match="fp4: an unknown option; takes fp8"):
+            call(fp4=True)
 
 
 def test_compiled_calls_are_in_fp8_too() -> None:

@@ -16,7 +16,7 @@ import torch
 
 # transformers takes seconds to import: the processes alone do so.
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
-MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed")
+MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted")
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
 )  # fmt: skip
@@ -36,6 +36,12 @@ REFUSED = {
     "batch": "input_ids: got other numbers on rank 1 than on rank 0",
     "other labels": "labels: got other numbers on rank 1 than on rank 0",
     "few": "input_ids: got 1 tokens, of which a rank gets none",
+    "items": "num_items_in_batch: got str, takes a number",
+    "other items": "num_items_in_batch: got other numbers on rank 1 than on rank 0",
+    "module": "model: got Linear, takes a causal language model of transformers",
+    "class": "model: got the class Linear, takes a causal language model of transformers",
+    "copy": "model: got a copy, or a pickle, of a LlamaForCausalLM whose sequences are sharded",
+    "pickle": "model: got a copy, or a pickle, of a LlamaForCausalLM whose sequences are sharded",
     "convolution": "model: got mixer, a convolution along rows",
     "chunks": "model: got layers of chunked_attention, takes full_attention or sliding_attention",
 }

@@ -197,6 +197,8 @@ def test_a_plan_is_shown(tmp_path: Any) -> None:
         ((None, 64, 2), {"kv_heads": 5}, "kv_heads: got 5"),
         ((None, 64, 2), {"verify": "never"}, "verify: got 'never'"),
         ((torch.ones(8, 8) > 0, 64, 2), {}, "mask: tensor: got shape"),
+        ((None, 64, 2), {"methods": "ring"}, "methods: an unknown option; write method="),
+        ((None, 64, 2), {"whatever": 1}, "whatever: an unknown option; takes causal, method, "),
     ],
 )
 def test_what_is_refused(arguments: Any, options: Any, text: str) -> None:
@@ -209,3 +211,23 @@ def test_a_simulated_plan_sends_nothing() -> None:
         plan(None, 64, 2).unshard(torch.zeros(1, 32), dim=1)
     with pytest.raises(ValueError, match="tensor: got 63 rows along dimension 1, takes 64"):
         plan(None, 64, 2).shard(torch.zeros(1, 63), dim=1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dim", "text"),
+    [
+        ((1, 64), 7, "dim: got 7 of tensor of 2 dimensions, takes -2 to 1"),
+        ((1, 64), -3, "dim: got -3 of tensor of 2 dimensions, takes -2 to 1"),
+        ((), 0, "dim: got 0 of tensor of 0 dimensions, has none"),
+        ((1, 64), True, "dim: got bool, takes a whole number"),
+        ((1, 64), 1.0, "dim: got float, takes a whole number"),
+    ],
+)
+def test_a_dimension_that_is_not_there_is_refused(
+    shape: tuple[int, ...], dim: Any, text: str
+) -> None:
+    found = plan(None, 64, 2)
+    with pytest.raises((TypeError, ValueError), match=text):
+        found.shard(torch.zeros(shape), dim=dim)
+    with pytest.raises((TypeError, ValueError), match=text.replace("tensor of", r"shards\[0\] of")):
+        found.unshard([torch.zeros(shape)] * 2, dim=dim)

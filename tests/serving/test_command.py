@@ -127,3 +127,13 @@ def test_the_live_table_shows_who_writes(folder):
     shown = terminal.export_text()
     assert shown.count("running") == 2 and shown.count("waiting") == 1
     assert "0 of 3 done" in shown and "6/18" in shown
+
+
+def test_ranks_are_not_started_without_accelerate(folder, monkeypatch):
+    monkeypatch.setattr(command, "find_spec", lambda name: None)
+    started = []
+    monkeypatch.setattr(command.launch, "run_ranks", lambda *given: started.append(given) or 0)
+    done = CliRunner().invoke(app, ["serve", str(folder), "--nproc", "2"])
+    assert done.exit_code == 2 and not started
+    assert "--nproc: models over ranks need accelerate" in done.output
+    assert "pip install 'saccade[serve]'" in done.output

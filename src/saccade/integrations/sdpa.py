@@ -85,7 +85,7 @@ def scaled_dot_product_attention(
     ).in_own_dtype()
 
 
-def enable(*, fp8: bool = False) -> None:
+def enable(*, fp8: bool = False, **unknown: Any) -> None:
     """Route `torch.nn.functional.scaled_dot_product_attention` through saccade, until `disable`.
 
     Calls that saccade does not serve go where they went before: nested tensors and other
@@ -98,12 +98,17 @@ def enable(*, fp8: bool = False) -> None:
             it serves them: without gradients and dropout, on devices with a kernel for it. Other
             calls are computed as without it, and `explain` says why.
 
+    Raises:
+        TypeError: for another option, and for fp8 that is no bool.
+
     Examples:
         >>> query, key, value = torch.randn(3, 2, 4, 16, 8)
         >>> saccade.integrations.sdpa.enable()
         >>> output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
         >>> saccade.integrations.sdpa.disable()
     """
+    if unknown:
+        raise TypeError(f"{next(iter(unknown))}: an unknown option; takes fp8")
     if not isinstance(fp8, bool):
         raise TypeError(f"fp8: got {type(fp8).__name__}, takes True or False")
     _patch.fp8 = fp8
@@ -124,18 +129,21 @@ def disable() -> None:
 
 
 @contextmanager
-def enabled(*, fp8: bool = False) -> Iterator[None]:
+def enabled(*, fp8: bool = False, **unknown: Any) -> Iterator[None]:
     """`enable` on the way in, `disable` on the way out.
 
     Args:
         fp8: as of `enable`.
+
+    Raises:
+        TypeError: as of `enable`.
 
     Examples:
         >>> layer = torch.nn.TransformerEncoderLayer(16, 2, batch_first=True)
         >>> with saccade.integrations.sdpa.enabled():
         ...     output = layer(torch.randn(1, 8, 16))  # attends by saccade
     """
-    enable(fp8=fp8)
+    enable(fp8=fp8, **unknown)
     try:
         yield
     finally:

@@ -76,6 +76,7 @@ def agree(
     fault: BaseException | None,
     device: torch.device,
     seed: Tensor | None = None,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Compare with all ranks what this one is about to do.
 
@@ -85,6 +86,8 @@ def agree(
         fault: why this rank cannot begin.
         device: where this rank's rows lie.
         seed: of dropout, another one in each call; it must be equal, too.
+        whole: tensors that every rank has, by name: equal in every number, which is read only where
+            ranks compare.
 
     Raises:
         ValueError: on every rank, naming what differs and who has what.
@@ -97,7 +100,9 @@ def agree(
         return
     if seed is not None:
         words["seed of dropout, which torch.manual_seed sets"] = str(int(seed))
-        number = _number_of(words)
+    for name, tensor in (whole or {}).items():
+        words[f"{name}, whole on every rank"] = f"numbers {digest_of(tensor)}"
+    number = _number_of(words)
     own = torch.tensor([number], dtype=torch.int64, device=device)
     numbers = [torch.empty_like(own) for _ in range(plan.ranks)]
     # NCCL sends objects from the current device, which a program may have left at the first GPU.

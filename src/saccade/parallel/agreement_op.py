@@ -54,44 +54,54 @@ def agreed_in_graph(
     fault: Exception | None,
     rows: Tensor,
     seed: Tensor | None = None,
+    whole: Mapping[str, Tensor] | None = None,
 ) -> Tensor:
     """Rows as they are, once all ranks have found that what they are about to do fits together.
 
     Args:
-        plan, facts, fault, seed: as `agree` takes them; the first fact is the name of the call.
+        plan, facts, fault, seed, whole: as `agree` takes them; the first fact names the call.
         rows: the first that this rank sends in the call.
     """
     kind, said = ("", "") if fault is None else (type(fault).__name__, str(fault))
     return torch.ops.saccade.compare_ranks.default(
         rows, seed, plan.group.group_name, plan.verify, list(facts), list(facts.values()), kind,
-        said,
+        said, list(whole or {}), list((whole or {}).values()),
     )  # fmt: skip
 
 
 def _compare(
     rows: Tensor, seed: Tensor | None, group: str, verify: str, names: Sequence[str],
-    words: Sequence[str], kind: str, said: str,
+    words: Sequence[str], kind: str, said: str, names_of_whole: Sequence[str],
+    whole: Sequence[Tensor],
 ) -> Tensor:  # fmt: skip
     resolve: Any = getattr(dist.distributed_c10d, "_resolve_process_group")  # noqa: B009
     found = resolve(group)
     ranks = Ranks(found, verify, _memory.setdefault(found, {}))
     begin(ranks, words[0])
     facts = dict(zip(names, words, strict=True))
-    agree(ranks, facts, FAULTS[kind](said) if kind else None, rows.device, seed)
+    fault = FAULTS[kind](said) if kind else None
+    there = dict(zip(names_of_whole, whole, strict=True))
+    agree(ranks, facts, fault, rows.device, seed, there)
     return rows.clone()
 
 
-def _keep_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-    """Gradients of rows pass as they are."""
+def _count_whole(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    ctx.of_whole = len(inputs[-1])
+
+
+def _pass_gradients(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    """Gradients of rows pass as they are; PyTorch takes an empty list, of texts too, for one of
+    tensors."""
+    return grad, *[None] * 7, None if ctx.of_whole else [], [None] * ctx.of_whole
 
 
 SCHEMA = (
     "(Tensor rows, Tensor? seed, str group, str verify, str[] names, str[] words, str kind, "
-    "str said) -> Tensor"
+    "str said, str[] names_of_whole, Tensor[] whole) -> Tensor"
 )
 torch.library.define("saccade::compare_ranks", SCHEMA)
 torch.library.impl("saccade::compare_ranks", "CompositeExplicitAutograd", _compare)
 torch.library.register_fake("saccade::compare_ranks", lambda rows, *plain: rows.clone())
 torch.library.register_autograd(
-    "saccade::compare_ranks", lambda ctx, grad: (grad, *[None] * 7), setup_context=_keep_nothing
+    "saccade::compare_ranks", _pass_gradients, setup_context=_count_whole
 )

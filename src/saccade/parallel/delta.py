@@ -30,6 +30,7 @@ from saccade.parallel.recurrence import (
     summed_together,
     tied,
     wanted_gradients,
+    whole_facts,
 )
 from saccade.parallel.recurrence_graph import COMPUTED, into_graph
 from saccade.runtime.arguments import check_flag
@@ -188,7 +189,7 @@ def _states_shape(call: _Call, route: Route) -> tuple[int, ...]:
 def _prepared(
     tensors: tuple[Tensor, ...], plan: Plan, rows: Rows, options: dict[str, Any],
     return_state: bool,
-) -> tuple[_Call, dict[str, str]]:  # fmt: skip
+) -> tuple[_Call, dict[str, str], dict[str, Tensor]]:  # fmt: skip
     """Check a call by computing what this rank's pieces do to a state."""
     decay, initial = options.pop("decay", None), options.pop("initial_state", None)
     reduce = options.pop("reduce_gradients", True)
@@ -197,10 +198,11 @@ def _prepared(
     check_rows(plan, named, rows)
     whole: dict[str, Tensor | None] = {"initial_state": initial}
     check_tensors(whole)
+    of_whole, compared = whole_facts(whole)
     facts = {
-        "sizes": sizes_of(named, rows),
+        **of_whole,
+        **sizes_of(named, rows),
         "device": tensors[0].device.type,
-        "initial_state": "none" if initial is None else str(tuple(initial.shape)),
         "gradients of": wanted_gradients({**named, **whole}),
         "options": str({**options, "return_state": return_state, "reduce_gradients": reduce}),
     }
@@ -213,7 +215,7 @@ def _prepared(
         check_initial(call, tensors, decay, initial, plan, rows, options)
     found = _transitions(tensors, decay, route, rows, options)
     found = found._replace(added=tied(found.added, *named.values(), initial))  # see `tied`
-    return _Call(tensors, decay, initial, options, found), facts
+    return _Call(tensors, decay, initial, options, found), facts, compared
 
 
 def _transitions(

@@ -28,6 +28,7 @@ from saccade.parallel.recurrence import (
     summed_together,
     tied,
     wanted_gradients,
+    whole_facts,
 )
 from saccade.parallel.recurrence_graph import COMPUTED, into_graph
 from saccade.runtime.arguments import check_flag
@@ -191,7 +192,7 @@ def _route(plan: Plan, causal: bool, return_state: bool) -> Route:
 def _prepared(
     tensors: tuple[Tensor, Tensor, Tensor], plan: Plan, rows: Rows, options: dict[str, Any],
     return_state: bool,
-) -> tuple[_Call, dict[str, str]]:  # fmt: skip
+) -> tuple[_Call, dict[str, str], dict[str, Tensor]]:  # fmt: skip
     """Check a call by computing what this rank's pieces do to a state."""
     query, key, value = tensors
     decay, initial = options.pop("decay", None), options.pop("initial_state", None)
@@ -208,12 +209,13 @@ def _prepared(
     check_tensors({"decay": decay, **_parts_of(initial)})
     whole: dict[str, Tensor | None] = {"decay": None if by_row else decay}
     whole |= _parts_of(initial)
+    of_whole, compared = whole_facts(whole)
+    if initial is not None and initial.log_scale is not None:
+        compared["initial_state.log_scale"] = initial.log_scale.detach()
     facts = {
-        "sizes": sizes_of({**named, "decay": decay if by_row else None}, rows),
+        **of_whole,
+        **sizes_of({**named, "decay": decay} if by_row else named, rows),
         "device": query.device.type,
-        "whole on every rank": ", ".join(
-            f"{name} {tuple(each.shape)}" for name, each in whole.items() if each is not None
-        ),
         "gradients of": wanted_gradients({**named, "by row": decay, **whole}),
         "options": str({**options, "causal": causal, "return_state": return_state,
                         "reduce_gradients": reduce, "feature_map": _named(options)}),
@@ -236,13 +238,13 @@ def _prepared(
     found = found._replace(
         kv=tied(found.kv, *named.values(), decay, *(initial or ())[:2])  # see `tied`
     )
-    return _Call(tensors, decay, initial, causal, options, found), facts
+    return _Call(tensors, decay, initial, causal, options, found), facts, compared
 
 
 def _parts_of(initial: LinearState | None) -> dict[str, Tensor | None]:
     """The sums of an initial state, by name."""
     if initial is None:
-        return {}
+        return {"initial_state.kv": None, "initial_state.key_sum": None}
     return {"initial_state.kv": initial.kv, "initial_state.key_sum": initial.key_sum}
 
 

@@ -20,16 +20,23 @@ from torch import Tensor
 from saccade import masks
 from saccade.masks import AnyMask, Mask, as_mask
 from saccade.modifiers.expression import Captured
-from saccade.modifiers.graph_constants import outside_graph
+from saccade.modifiers.graph_constants import in_graph, outside_graph
 from saccade.modifiers.modifier import Extents, expanded, misfit
 from saccade.modifiers.normal_form import by_distance, is_causal
 from saccade.modifiers.renumber import RowNumbers, renumbered
 from saccade.parallel import display
+from saccade.parallel.agreement import agree, begin, dealt_facts
 from saccade.parallel.costs import METHODS, Cost, Machine, Sizes, cheapest, costs
 from saccade.parallel.dealing import Deal, deals, work_of
 from saccade.parallel.exchange import Routes, gathered
 from saccade.parallel.work import RowWork, WholeCall, needs, row_work
-from saccade.runtime.arguments import check_flag, check_offsets, check_whole_number
+from saccade.runtime.arguments import (
+    check_flag,
+    check_offsets,
+    check_whole_number,
+    options_of,
+    unknown_options,
+)
 from saccade.runtime.spec import DTYPES
 from saccade.runtime.validation import with_causal
 
@@ -145,7 +152,8 @@ class Plan:
         Its gradient is that of these rows; of others it is 0.
 
         Raises:
-            ValueError: if the tensor has another number of rows.
+            TypeError, ValueError: if it is no tensor, has no such dimension, or another number of
+                rows.
 
         Examples:
             >>> plan = saccade.parallel.plan(masks.causal(), 64, 2)
@@ -165,6 +173,12 @@ class Plan:
             shards: this rank's rows, or a sequence of each rank's.
             dim: along which rows lie.
 
+        Raises:
+            TypeError, ValueError: if there are other rows than the plan's, or no such dimension; of
+                a collective on every rank, and where shapes, dtypes or plans differ between ranks,
+                naming the difference.
+            RuntimeError: where messages fail or time out.
+
         Examples:
             >>> whole = torch.randn(1, 4, 61, 16)
             >>> plan = saccade.parallel.plan(masks.causal(), 61, 4)
@@ -173,7 +187,7 @@ class Plan:
             True
         """
         if isinstance(shards, Tensor):
-            self._check_rows("shards", shards, dim, len(self.rows))
+            self._compare_shards(shards, dim)
             counts = [len(self.rows_of(rank)) for rank in range(self.ranks)]
             together = gathered(self, shards, dim, counts)
         else:
@@ -183,6 +197,25 @@ class Plan:
                 self._check_rows(f"shards[{rank}]", shard, dim, len(self.rows_of(rank)))
             together = torch.cat(list(shards), dim)
         return together.index_select(dim, self.on(together.device, "places"))
+
+    def _compare_shards(self, shards: Tensor, dim: int) -> None:
+        """Refuse rows that are not the plan's, or do not fit those of other ranks, on every rank.
+
+        Graphs do not compare.
+        """
+        fault, facts = None, {"call": "unshard"}
+        try:
+            self._check_rows("shards", shards, dim, len(self.rows))
+            others = [size for at, size in enumerate(shards.shape) if at != dim % shards.dim()]
+            facts["shards"] = f"{others} beside rows, {shards.dtype}"
+            facts["dim"] = str(dim % shards.dim())
+        except (TypeError, ValueError) as error:
+            fault = error  # others learn of it before they wait for this rank
+        if self.group is not None and not in_graph() and not torch.compiler.is_compiling():
+            begin(self, "unshard")
+            agree(self, {**facts, **dealt_facts(self)}, fault, shards.device)
+        if fault is not None:
+            raise fault
 
     @functools.cached_property
     @outside_graph
@@ -205,6 +238,11 @@ class Plan:
     def _check_rows(self, name: str, tensor: Tensor, dim: int, rows: int) -> None:
         if not isinstance(tensor, Tensor):
             raise TypeError(f"{name}: got {type(tensor).__name__}, takes a tensor")
+        if not isinstance(dim, int) or isinstance(dim, bool):
+            raise TypeError(f"dim: got {type(dim).__name__}, takes a whole number")
+        if not -tensor.dim() <= dim < tensor.dim():
+            takes = f"takes {-tensor.dim()} to {tensor.dim() - 1}" if tensor.dim() else "has none"
+            raise ValueError(f"dim: got {dim} of {name} of {tensor.dim()} dimensions, {takes}")
         if tensor.shape[dim] != rows:
             raise ValueError(
                 f"{name}: got {tensor.shape[dim]} rows along dimension {dim}, takes {rows}"
@@ -349,6 +387,7 @@ def plan(  # breaks function-length: most of it is the docstring
     dtype: torch.dtype = torch.bfloat16,
     machine: Machine = DEFAULT_MACHINE,
     verify: str = "auto",
+    **unknown: Any,
 ) -> Plan:
     """Deal the rows of a sequence to ranks so that all have as many, and as much work.
 
@@ -388,6 +427,8 @@ def plan(  # breaks function-length: most of it is the docstring
         >>> len(plan.rows_of(3))
         2240
     """
+    if unknown:
+        raise unknown_options(unknown, options_of(plan))
     check_flag("causal", causal)
     sizes = _sizes(batch, query_heads, kv_heads, head_dim, value_dim, dtype)
     rows, offsets = _rows(length)

@@ -297,7 +297,7 @@ def check_rows(plan: Plan, tensors: Mapping[str, Tensor | None], rows: Rows) -> 
 
 def agreed(
     name: str, plan: Plan, first: Any, options: Mapping[str, Any], taken: Set[str],
-    prepare: Callable[[dict[str, Any], bool], tuple[Any, dict[str, str]]],
+    prepare: Callable[[dict[str, Any], bool], tuple[Any, dict[str, str], dict[str, Tensor]]],
 ) -> tuple[Any, bool, Compared]:  # fmt: skip
     """What `prepare` gives, once all ranks have found that their calls fit together; and whether
     the last state is asked for. In a graph ranks compare later: the third is for the first rows
@@ -305,27 +305,31 @@ def agreed(
 
     first: the call's first tensor, whose device says where ranks compare.
     options: of the call, whose names must be among those taken.
-    prepare: called with the other options and `return_state`; gives facts that are to be equal.
+    prepare: called with the other options and `return_state`; gives facts that are to be equal,
+        and tensors that are to have the same numbers on every rank.
     """
     checked_plan(plan)
-    fault, found, facts, given = None, None, {}, dict(options)
+    fault, found, facts, whole, given = None, None, {}, {}, dict(options)
     return_state = given.pop("return_state", False)
     try:
         if unknown := sorted(set(options) - taken):
             raise unknown_options(unknown, sorted(taken))
         check_flag("return_state", return_state)
-        found, facts = prepare(given, return_state)
+        found, facts, whole = prepare(given, return_state)
     except (TypeError, ValueError, NotImplementedError) as error:
         fault = error  # others learn of it before they wait for this rank
     facts = {"call": name, **dealt_facts(plan), **facts}
     if plan.ranks > 1 and in_graph():
         if fault is not None:
             raise GraphFault(fault, facts)
-        return found, return_state, lambda rows: agreed_in_graph(plan, facts, None, rows)
+        compared: Compared = lambda rows: agreed_in_graph(  # noqa: E731
+            plan, facts, None, rows, whole=whole
+        )
+        return found, return_state, compared
     if plan.ranks > 1:
         begin(plan, name)
         where = first.device if isinstance(first, Tensor) else torch.device("cpu")
-        agree(plan, facts, fault, where)
+        agree(plan, facts, fault, where, whole=whole)
     if fault is not None:
         raise fault
     return found, return_state, lambda rows: rows
@@ -352,11 +356,22 @@ def wanted_gradients(tensors: Mapping[str, Tensor | None]) -> str:
     return ", ".join(names) or "nothing"
 
 
-def sizes_of(tensors: Mapping[str, Tensor | None], rows: Rows) -> str:
-    """Shapes but for rows, in words that are equal on all ranks."""
-    parts = []
+def sizes_of(tensors: Mapping[str, Tensor | None], rows: Rows) -> dict[str, str]:
+    """Shapes but for rows, by name, in words that are equal on all ranks."""
+    found = {}
     for name, tensor in tensors.items():
+        found[name] = "none"
         if tensor is not None:
             shape = [size for dim, size in enumerate(tensor.shape) if dim != rows.dim]
-            parts.append(f"{name} {shape} {tensor.dtype}")
-    return ", ".join(parts)
+            found[name] = f"{shape} beside rows, {tensor.dtype}"
+    return found
+
+
+def whole_facts(whole: Mapping[str, Tensor | None]) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """Shapes, by name, of tensors that every rank has whole; and those that there are."""
+    there = {name: each.detach() for name, each in whole.items() if each is not None}
+    facts = {
+        name: "none" if each is None else f"{tuple(each.shape)} {each.dtype}, whole"
+        for name, each in whole.items()
+    }
+    return facts, there

@@ -33,6 +33,9 @@ ROWS = 12  # requests shown at once: a live table must fit the screen
 SHOWN = 48  # the last characters of a text that is being written
 REFRESHES = 8  # a second
 
+# transformers' own message names no part of saccade that brings it.
+OVER_RANKS = "models over ranks need accelerate (pip install 'saccade[serve]')"
+
 READ, DRAWN, RUN = "What it reads", "How tokens are drawn", "How it runs"
 
 ModelArgument = typer.Argument(
@@ -257,6 +260,8 @@ def serve(
         sizes, device,
     )  # fmt: skip
     if nproc > 1:
+        if not find_spec("accelerate"):  # before ranks are started, which takes seconds
+            _give_up(f"--nproc: {OVER_RANKS}", "serve")
         gpus = torch.cuda.device_count()
         if gpus and nproc > gpus:
             _give_up(f"--nproc: got {nproc}, and PyTorch sees {gpus} GPUs here", "serve")
@@ -476,8 +481,8 @@ def load(folder: Path, device: str | None) -> tuple[Any, Any]:
     if dist.is_initialized():
         from transformers.distributed.configuration_utils import DistributedConfig
 
-        if not find_spec("accelerate"):  # transformers' own message names no part of it
-            raise ImportError("models over ranks need accelerate (pip install 'saccade[serve]')")
+        if not find_spec("accelerate"):
+            raise ImportError(OVER_RANKS)
         config = DistributedConfig(tp_size=dist.get_world_size())
         options["distributed_config"] = config
         return AutoModelForCausalLM.from_pretrained(folder, **options), tokenizer

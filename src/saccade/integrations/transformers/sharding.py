@@ -29,10 +29,11 @@ torch.library.define(
 
 ATTENDING = ("full_attention", "sliding_attention")  # layers, as configs call them
 IGNORED = -100  # of labels, in transformers
+COUNTED = "num_items_in_batch"  # what transformers' losses are divided by
 # What a model's forward pass may be given beside tokens, labels and positions.
 NOT_SHARDED = (
-    "past_key_values", "inputs_embeds", "cache_position", "shift_labels", "num_items_in_batch",
-    "logits_to_keep", "saccade_step", "output_attentions", "output_hidden_states",
+    "past_key_values", "inputs_embeds", "cache_position", "shift_labels", "logits_to_keep",
+    "saccade_step", "output_attentions", "output_hidden_states",
 )  # fmt: skip
 
 
@@ -98,7 +99,9 @@ def shard_sequences(
 
     Returns:
         The model. `input_ids` and `labels` are [batch, length]; `position_ids`, [1, length], say
-        where packed sequences begin anew, and padding is refused.
+        where packed sequences begin anew, and padding is refused. `num_items_in_batch` divides the
+        loss of all rows, as it does on one process; where it is None, the number of labels does.
+        The model cannot be copied or pickled any more; its state_dict can.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes, on every rank. A
@@ -155,13 +158,14 @@ class _Sharded:
         use_cache: bool | None = None, **options: Any,
     ) -> Any:  # fmt: skip
         """The forward pass of this rank's rows."""
-        _check(input_ids, labels, position_ids, options)
+        counted = options.pop(COUNTED, None)
+        _check(input_ids, labels, position_ids, counted, options)
         assert input_ids is not None
         in_graph = torch.compiler.is_compiling()
         if not in_graph:
             _check_unpadded(attention_mask)
             self.sum_gradients()  # of parameters too that were unfrozen or replaced since
-            self._check_batch(input_ids, labels)
+            self._check_batch(input_ids, labels, counted)
         documents = None if in_graph else _documents_of(position_ids)
         # Dynamo makes numbers of what a range is as long as, and a graph of one shape by that.
         batch, length = (len(range(size)) for size in input_ids.shape)
@@ -180,10 +184,8 @@ class _Sharded:
         if labels is not None:
             shifted = pad(labels, (0, 1), value=IGNORED)[:, 1:]
             local = shifted.index_select(1, rows.index)
-            options |= {
-                "labels": local, "shift_labels": local,
-                "num_items_in_batch": (shifted != IGNORED).sum(),
-            }  # fmt: skip
+            counted = (shifted != IGNORED).sum() if counted is None else counted
+            options |= {"labels": local, "shift_labels": local, COUNTED: counted}
         output = self.whole(
             input_ids=input_ids.index_select(1, rows.index),
             position_ids=positions.index_select(1, rows.index),
@@ -239,7 +241,16 @@ class _Sharded:
                 parameter.register_hook(self.summed)
                 self.summed_up[parameter] = True
 
-    def _check_batch(self, input_ids: Tensor, labels: Tensor | None) -> None:
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"model: got a copy, or a pickle, of a {type(self.model).__name__} whose sequences are "
+            "sharded, which reads its process group; takes one from before shard_sequences, or "
+            "model.state_dict()"
+        )
+
+    def _check_batch(
+        self, input_ids: Tensor, labels: Tensor | None, counted: float | Tensor | None
+    ) -> None:
         """Refuse batches that differ between ranks: always on CPUs; on GPUs, where reading waits
         for the device, the first one.
 
@@ -250,11 +261,12 @@ class _Sharded:
             return
         self.batch_is_known = True
         sums = [float("inf") if each is None else _weighted(each) for each in (input_ids, labels)]
+        sums.append(float("inf") if counted is None else float(counted))
         of_rank = torch.tensor(sums, dtype=torch.float64, device=input_ids.device)
         ranks = dist.get_world_size(self.group)
         all_sums = [torch.empty_like(of_rank) for _ in range(ranks)]
         dist.all_gather(all_sums, of_rank, group=self.group)
-        for place, name in enumerate(("input_ids", "labels")):
+        for place, name in enumerate(("input_ids", "labels", COUNTED)):
             others = [rank for rank in range(ranks) if all_sums[rank][place] != all_sums[0][place]]
             if others:
                 raise ValueError(
@@ -284,7 +296,14 @@ class _Total(torch.autograd.Function):
 
 
 def _check_layers(model: Any) -> None:
-    """Refuse layers that mix rows elsewhere than in attention: they would see this rank's alone."""
+    """Refuse what is no model of transformers, and layers that mix rows elsewhere than in
+    attention: they would see this rank's alone."""
+    config = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config") or not hasattr(model, "set_attn_implementation"):
+        kind = f"the class {model.__name__}" if isinstance(model, type) else type(model).__name__
+        raise TypeError(
+            f"model: got {kind}, takes a causal language model of transformers (PreTrainedModel)"
+        )
     config = model.config.get_text_config()
     other = set(getattr(config, "layer_types", None) or ()) - set(ATTENDING)
     if other:
@@ -337,7 +356,9 @@ def _documents_of(position_ids: Tensor | None) -> masks.Mask | None:
     return masks.documents((position_ids == 0).long().cumsum(1))
 
 
-def _check(input_ids: Any, labels: Any, position_ids: Any, options: dict[str, Any]) -> None:
+def _check(
+    input_ids: Any, labels: Any, position_ids: Any, counted: Any, options: dict[str, Any]
+) -> None:  # fmt: skip
     """Refuse what would be computed of some rows as if they were all."""
     if not isinstance(input_ids, Tensor) or input_ids.dim() != 2:
         raise TypeError(f"input_ids: got {_kind(input_ids)}, takes a tensor [batch, length]")
@@ -349,6 +370,9 @@ def _check(input_ids: Any, labels: Any, position_ids: Any, options: dict[str, An
         raise ValueError(f"labels: got {_kind(labels)}, takes the shape of input_ids, {shape}")
     if position_ids is not None and tuple(position_ids.shape) != (1, shape[1]):
         raise ValueError(f"position_ids: got {_kind(position_ids)}, takes [1, {shape[1]}]")
+    number = isinstance(counted, int | float) and not isinstance(counted, bool)
+    if not (counted is None or number or (isinstance(counted, Tensor) and counted.numel() == 1)):
+        raise TypeError(f"{COUNTED}: got {_kind(counted)}, takes a number")
 
 
 def _check_unpadded(attention_mask: Tensor | None) -> None:
