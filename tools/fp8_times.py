@@ -307,7 +307,7 @@ def tell_times(until: float, file: Path | None) -> None:
 def by_schedule(case: TimeCase, schedule: Fp8Schedule) -> Callable[[], Any]:
     """A call of e4m3 rows by a schedule, past the choice of one."""
     copies = [[each.to(E4M3) for each in rows] for rows in case.rows()]
-    fp8 = Fp8Options(None, None, None, "block", True, True, None)
+    fp8 = Fp8Options(None, None, None, None, None, None, None)
     packing: Any = (None, None, None, None)
     prepared = [
         prepare(

@@ -657,11 +657,16 @@ class Fp8KernelCall(NamedTuple):
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output; nothing has gradients."""
         scales = dict(zip(SCALES, self._scales(device), strict=True))
-        rows, options = self._rows(device), {"mask": self._mask(), "quantize": self.quantize}
+        rows, options = self._rows(device), {"mask": self._mask(), "quantize": self._quantize}
         if self.packed:
             ends = self._ends(device)
             return attention_fp8_varlen(*rows, ends, ends, **scales, **options), []
         return attention_fp8(*rows, **scales, **options), []
+
+    @property
+    def _quantize(self) -> str | None:
+        """How rows of 16 bits are quantised."""
+        return None if self.dtype == "fp8" else self.quantize
 
     def _mask(self) -> Mask | None:
         if self.mask == "window":
@@ -702,7 +707,7 @@ class Fp8KernelCall(NamedTuple):
         from saccade.ops.attention_fp8.triton import host as triton_host
 
         ends = self._ends(device) if self.packed else None
-        fp8 = Fp8Options(*self._scales(device), self.quantize, True, True, None)
+        fp8 = Fp8Options(*self._scales(device), self._quantize, None, None, None)
         found = prepare_fp8(
             *self._rows(device), ends, None, None, None, fp8=fp8, mask=self._mask(), score=None,
             scale=None, sinks=None, return_lse=False, config=None,

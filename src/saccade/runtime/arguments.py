@@ -413,6 +413,8 @@ def check_floating_point(name: str, tensor: object, takes: str) -> None:
 
 KEY_PAGES = "[num_pages, kv_heads, page_size, head_dim]"
 VALUE_PAGES = "[num_pages, kv_heads, page_size, value_dim]"
+# Scales of e4m3 numbers: from float32's smallest normal number to what 448 times is its largest.
+SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, torch.finfo(torch.float32).max / 448
 PAGE_SCALES = "a floating-point tensor [num_pages, kv_heads, page_size]"
 LARGEST_PAGE = 1024
 PACKED_QUERY = "[tokens, query_heads, head_dim] with cu_seqlens_q"
@@ -466,12 +468,19 @@ def _check_query_scale(inputs: PagedInputs) -> None:
 
 
 def check_factors(name: str, scale: Tensor, takes: str) -> None:
-    """Refuse a scale of numbers that no row can be multiplied by, where they may be read."""
+    """Refuse a scale of numbers that no e4m3 row can be multiplied by, where they may be read.
+
+    Those below the smallest normal number have lost bits, and lose more in products; above, 448,
+    the largest number of a row, would become inf.
+    """
     if values_readable(scale):
-        wrong = ~((scale > 0) & (scale < torch.inf))
+        wrong = ~((scale >= SMALLEST_FACTOR) & (scale <= LARGEST_FACTOR))
         if bool(wrong.any()):
             got = scale[wrong].flatten()[0].item()
-            raise ValueError(f"{name}: got {got}, takes finite numbers above 0: {takes}")
+            raise ValueError(
+                f"{name}: got {got}, takes finite numbers above 0, from {SMALLEST_FACTOR:.3g} to "
+                f"{LARGEST_FACTOR:.3g}: {takes}"
+            )
 
 
 def check_pages(

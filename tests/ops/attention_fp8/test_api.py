@@ -30,6 +30,21 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "NaN": ({"key_scale": torch.tensor(torch.nan)}, ValueError, "key_scale: got nan"),
     "negative": ({"query_scale": -torch.ones(2, 2)}, ValueError, "query_scale: got -1.0"),
     "inf": ({"value_scale": torch.tensor(torch.inf)}, ValueError, "value_scale: got inf"),
+    "too large": (
+        {"query_scale": torch.tensor(3e38)},
+        ValueError,
+        "query_scale: got 3.*e.38, takes",
+    ),
+    "too small": (
+        {"key_scale": torch.tensor(1e-44)},
+        ValueError,
+        "key_scale: got 9.8.*e-45, takes",
+    ),
+    "an infinite product": (
+        {"query_scale": torch.tensor(1e20), "key_scale": torch.tensor(1e20)},
+        ValueError,
+        "query_scale: got up to 1e.20, which times key_scale, up to 1e.20",
+    ),
     "quantize": ({"quantize": "row"}, ValueError, "quantize: got 'row', takes one of"),
     "smooth": ({"smooth": 1}, TypeError, "smooth: got 1, takes True or False"),
     "output": ({"out_dtype": torch.float32}, ValueError, "out_dtype: got torch.float32"),
@@ -63,6 +78,40 @@ def test_refuses_other_dtypes_scales_of_16_bits_and_gradients() -> None:
         assert call(*rows).dtype == torch.float16
     with pytest.raises(NotImplementedError, match="it takes tensors on a GPU"):
         call(*[rows.detach().to("meta") for rows in rows], implementation="triton")
+
+
+@pytest.mark.parametrize(
+    "option", [{"quantize": "block"}, {"incoherent": True}, {"smooth": False}], ids=str
+)
+def test_refuses_to_quantise_what_is_e4m3_already(option: dict[str, Any]) -> None:
+    rows = make_case().rows
+    (name,) = option
+    for function in (call, saccade.explain):
+        with pytest.raises(ValueError, match=f"{name}: got .* for torch.float8_e4m3fn, takes None"):
+            function(*((call,) if function is saccade.explain else ()), *rows, **option)
+    halves = [rows.half() for rows in rows]
+    unasked, asked = (call(*halves, **more) for more in ({}, {"quantize": "block"}))
+    assert torch.equal(unasked, asked)
+    assert call(*halves, **option).isfinite().all()
+
+
+@pytest.mark.parametrize("exponent", [-119, 40, 119])
+def test_takes_scales_that_float32_holds(exponent: int) -> None:
+    """What one scale does to the scores, the other undoes, exactly if they are powers of two."""
+    rows = make_case().rows
+    scales = [torch.tensor(2.0**power) for power in (exponent, -exponent)]
+    found = call(*rows, query_scale=scales[0], key_scale=scales[1])
+    assert torch.equal(found, call(*rows))
+
+
+def test_refuses_a_scale_after_a_call_like_it() -> None:
+    rows = make_case().rows
+    call(*rows, key_scale=torch.tensor(2.0))
+    with pytest.raises(ValueError, match="key_scale: got"):
+        call(*rows, key_scale=torch.tensor(3e38))
+    call(*rows, query_scale=torch.tensor(1e10), key_scale=torch.tensor(1e10))
+    with pytest.raises(ValueError, match="query_scale: got up to"):
+        call(*rows, query_scale=torch.tensor(1e20), key_scale=torch.tensor(1e20))
 
 
 def test_queries_take_the_scales_of_key_heads() -> None:

@@ -26,7 +26,7 @@ def prepared(
 ) -> Any:
     """A checked call."""
     of_query, of_key, of_value = scales
-    fp8 = Fp8Options(of_query, of_key, of_value, "block", True, True, None)
+    fp8 = Fp8Options(of_query, of_key, of_value, None, None, None, None)
     return prepare(query, key, value, None, None, None, None, fp8=fp8, **{**OPTIONS, **options})
 
 

@@ -125,7 +125,7 @@ def test_calls_alike_are_computed_and_refused_alike(implementation: str) -> None
     doubled = saccade.attention_paged(**given | {"query_scale": 2 * given["query_scale"]})
     by_heads = (2 * given["query_scale"]).expand(4, given["query"].shape[1])
     assert torch.equal(saccade.attention_paged(**given | {"query_scale": by_heads}), doubled)
-    for wrong in (0.0, -1.0, torch.nan, torch.inf):
+    for wrong in (0.0, -1.0, torch.nan, torch.inf, 3e38, 1e-44):
         with pytest.raises(ValueError, match=r"query_scale: got .*, takes finite numbers above 0"):
             saccade.attention_paged(**given | {"query_scale": torch.tensor(wrong)})
 

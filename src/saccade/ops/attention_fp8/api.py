@@ -29,9 +29,9 @@ class Options(TypedDict, total=False):
     query_scale: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
-    quantize: str
-    incoherent: bool
-    smooth: bool
+    quantize: str | None
+    incoherent: bool | None
+    smooth: bool | None
     out_dtype: torch.dtype | None
     mask: AnyMask
     causal: bool
@@ -68,9 +68,9 @@ def attention_fp8(  # breaks function-length: most of it is the docstring
     query_scale: Tensor | None = None,
     key_scale: Tensor | None = None,
     value_scale: Tensor | None = None,
-    quantize: str = "block",
-    incoherent: bool = True,
-    smooth: bool = True,
+    quantize: str | None = None,
+    incoherent: bool | None = None,
+    smooth: bool | None = None,
     out_dtype: torch.dtype | None = None,
     mask: AnyMask = None,
     causal: bool = False,
@@ -93,11 +93,13 @@ def attention_fp8(  # breaks function-length: most of it is the docstring
         value: [batch, kv_heads, kv_len, value_dim], of query's dtype.
         query_scale, key_scale, value_scale: of e4m3 rows, float32: one number, [batch, heads], or
             [batch, heads, blocks] for blocks of 128 rows; query's may be for key's heads. None: 1.
-        quantize: which 16-bit rows share a scale: "block" (128 rows of a head), "head" or "tensor".
+        quantize: which 16-bit rows share a scale: "block" (None; 128 rows of a head), "head" or
+            "tensor". This and the next two are not for e4m3 rows.
         incoherent: multiply 16-bit queries and keys by an orthogonal matrix (signs and Hadamard
-            matrices of up to 128 channels), which spreads outliers and leaves products as they are.
+            matrices of up to 128 channels), which spreads outliers and leaves products as they are;
+            None: True.
         smooth: subtract each head's mean key from 16-bit keys, which leaves the weights as they
-            are.
+            are; None: True.
         out_dtype: of the output, bfloat16 or float16; None: query's, bfloat16 of e4m3 rows.
         mask, causal, score, scale, sinks, return_lse, config: as in `attention`. Tiles are of at
             most 128 rows.
@@ -212,8 +214,8 @@ def attention_fp8_varlen(
 
 
 DEFAULTS: dict[str, Any] = {
-    "query_scale": None, "key_scale": None, "value_scale": None, "quantize": "block",
-    "incoherent": True, "smooth": True, "out_dtype": None, "causal": False, "mask": None,
+    "query_scale": None, "key_scale": None, "value_scale": None, "quantize": None,
+    "incoherent": None, "smooth": None, "out_dtype": None, "causal": False, "mask": None,
     "score": None, "scale": None, "sinks": None, "config": None,
 }  # fmt: skip
 

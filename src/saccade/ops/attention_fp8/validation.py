@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -33,9 +34,9 @@ class Fp8Options(NamedTuple):
     query_scale: Tensor | None
     key_scale: Tensor | None
     value_scale: Tensor | None
-    quantize: str
-    incoherent: bool
-    smooth: bool
+    quantize: str | None  # None, and of the next two: as they are by default
+    incoherent: bool | None
+    smooth: bool | None
     out_dtype: torch.dtype | None
 
 
@@ -88,6 +89,7 @@ def prepare(
         check_scale("key_scale", fp8.key_scale, key, sequences),
         check_scale("value_scale", fp8.value_scale, value, sequences),
     )
+    _check_factor(scales[0], scales[1], scale)
     inputs = Fp8Inputs(query, key, value, *scales, sinks, cu_seqlens_q, cu_seqlens_k)
     extents = arguments.extents_of(inputs, longest)  # type: ignore[arg-type]
     variant = variant_for(mask, score, scale, 0.0, extents, query.device)
@@ -99,15 +101,22 @@ def prepare(
 
 def _quantisation(query: Tensor, fp8: Fp8Options) -> Quantisation:
     """How rows become e4m3 numbers, and the output's dtype."""
-    if fp8.quantize not in MODES:
+    if fp8.quantize not in (None, *MODES):
         raise ValueError(f"quantize: got {fp8.quantize!r}, takes one of {MODES}")
-    arguments.check_flag("incoherent", fp8.incoherent)
-    arguments.check_flag("smooth", fp8.smooth)
+    for name in ("incoherent", "smooth"):
+        if getattr(fp8, name) is not None:
+            arguments.check_flag(name, getattr(fp8, name))
     given = query.dtype == E4M3
     dtype = fp8.out_dtype or (torch.bfloat16 if given else query.dtype)
     if dtype not in HALVES:
         raise ValueError(f"out_dtype: got {dtype}, takes torch.bfloat16, torch.float16 or None")
     if given:
+        for name in ("quantize", "incoherent", "smooth"):
+            if getattr(fp8, name) is not None:
+                raise ValueError(
+                    f"{name}: got {getattr(fp8, name)!r} for {query.dtype}, takes None: "
+                    "these rows are quantised already"
+                )
         return Quantisation(GIVEN, False, False, dtype)
     for name, each in zip(fp8._fields[:3], fp8[:3], strict=True):
         if each is not None:
@@ -115,7 +124,22 @@ def _quantisation(query: Tensor, fp8: Fp8Options) -> Quantisation:
                 f"{name}: got a scale for {query.dtype}, takes None: rows of 16 bits are quantised "
                 "here, with scales of their own"
             )
-    return Quantisation(fp8.quantize, fp8.incoherent, fp8.smooth, dtype)
+    incoherent, smooth = fp8.incoherent is not False, fp8.smooth is not False
+    return Quantisation(fp8.quantize or MODES[0], incoherent, smooth, dtype)
+
+
+def _check_factor(query_scale: Tensor | None, key_scale: Tensor | None, scale: float) -> None:
+    """Refuse scales whose product, the factor of the scores, is inf, where they may be read."""
+    if query_scale is None or key_scale is None or not query_scale.numel() * key_scale.numel():
+        return
+    if arguments.values_readable(query_scale) and arguments.values_readable(key_scale):
+        of_query, of_key = float(query_scale.max()), float(key_scale.max())
+        factor = abs(scale) * math.log2(math.e) * of_query * of_key
+        if factor > torch.finfo(torch.float32).max:
+            raise ValueError(
+                f"query_scale: got up to {of_query:.3g}, which times key_scale, up to "
+                f"{of_key:.3g}, and scale, {scale:.3g}, takes a float32 product"
+            )
 
 
 def check_scale(

@@ -52,7 +52,7 @@ def test_references_are_raised_ahead_where_rows_may_have_seen_nothing() -> None:
 def problem(rows: list[torch.Tensor], **options: Any) -> Any:
     """The problem of a call, as if its tensors lay on a GPU."""
     given = {"mask": None, "score": None, "scale": None, "sinks": None, "config": None, **options}
-    fp8 = Fp8Options(None, None, None, "block", True, True, None)
+    fp8 = Fp8Options(None, None, None, None, None, None, None)
     query, key, value = rows
     found = prepare(query, key, value, None, None, None, None, fp8=fp8, return_lse=False, **given)
     return found.problem
@@ -125,7 +125,7 @@ def test_keys_of_values_stand_as_an_operand_has_them() -> None:
         as_operand = True
 
     case = make_case("none", (16, 150), (1, 1), (32, 16), batch=1)
-    fp8 = Fp8Options(None, None, None, "block", True, True, None)
+    fp8 = Fp8Options(None, None, None, None, None, None, None)
     found = prepare(
         *case.rows, None, None, None, None, fp8=fp8, mask=None, score=None, scale=None, sinks=None,
         return_lse=False, config=None,
