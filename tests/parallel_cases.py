@@ -35,11 +35,15 @@ from worlds import joined, run_worlds
 import saccade
 from saccade import feature_maps, masks, parallel, scores
 from saccade.parallel import exchange
+from saccade.parallel.delta import api as delta_api
 from saccade.parallel.dtensors import as_dtensor
+from saccade.parallel.linear import api as linear_api
+from saccade.parallel.recurrence import pieces_of
 from saccade.testing import make_case, oracle, tolerances
 from saccade.testing.cases import MASKS, Case
 from saccade.testing.oracle import assert_within
 
+APIS = {"linear_attention": linear_api, "gated_delta_rule": delta_api}
 METHODS = ("gather", "ulysses", "ring")
 DEVICE = "cpu"  # or "cuda", of this process
 DENSE, PACKED = ((37, 37),), ((9, 9), (0, 0), (21, 21), (1, 1))
@@ -385,6 +389,7 @@ def _local(group: Any) -> None:
 TRIPLES = tuple((rows, rows) for rows in recurrence_cases.SEQUENCES)
 RECURRENCES: list[dict[str, Any]] = [
     {"kind": "linear", "decay": "rows", "state": True, "heads": (4, 2, 2)},
+    {"kind": "linear", "decay": "rows", "state": True, "heads": (4, 2, 2), "batch": 1},
     {"kind": "linear", "decay": "heads", "normalize": "clamp", "packed": True, "state": True},
     {"kind": "linear", "packed": True, "causal": False, "decay": "rows"},
     {"kind": "linear", "causal": False, "feature_map": "exp", "batch": 1, "state": True},
@@ -392,6 +397,7 @@ RECURRENCES: list[dict[str, Any]] = [
     {"kind": "delta", "decay": "heads", "state": True, "normalize_qk": True},
     {"kind": "delta", "decay": "channels", "packed": True, "state": True},
     {"kind": "delta", "packed": True, "dtype": torch.bfloat16},
+    {"kind": "delta", "decay": "channels", "state": True, "batch": 1},
     {"kind": "delta", "batch": 1, "heads": (2, 2), "head_dim": 8},
 ]
 _seen: set[str] = set()  # the first of each kind runs by NCCL too
@@ -407,6 +413,22 @@ for _description in RECURRENCES:
         recurrence_cases.compare(group, **made, device=DEVICE)
 
     _seen.add(_kind)
+
+
+@case("pieces of equal length are one call")
+def _one_call_for_pieces(group: Any) -> None:
+    plan = parallel.plan(masks.causal(), 8 * dist.get_world_size(group), group)
+    rows = torch.randn(1, 2, len(plan.rows), 8, requires_grad=True)
+    others: Any = parallel.linear_attention, parallel.gated_delta_rule
+    for name, call in zip(("linear_attention", "gated_delta_rule"), others, strict=True):
+        given = (rows,) * 3 + (rows[..., 0].sigmoid(),) * (name != "linear_attention")
+        with patch.object(APIS[name], name, wraps=getattr(saccade, name)) as calls:
+            call(*given, plan=plan).sum().backward()
+        batches = [seen.args[1].shape[:3] for seen in calls.call_args_list]
+        pieces = sum(piece.rank == plan.rank for piece in pieces_of(plan))
+        sent = pieces - (len(plan.rows) > 0 and int(plan.rows[-1]) == plan.length - 1)
+        assert batches[-1] == (pieces, 2, 8 // pieces) and batches[0][0] == max(sent, 1), batches
+        assert len(batches) == (2 if name == "linear_attention" else 3), batches
 
 
 @case("recurrences of fewer rows than ranks")

@@ -39,7 +39,7 @@ def batches(model: str) -> list[dict[str, Any]]:
         shape = (1, 41) if model == "packed" else (2, 37 + step % 2)
         tokens = torch.randint(3, tiny_models.VOCABULARY, shape, generator=generator)
         labels = tokens.masked_fill(torch.rand(shape, generator=generator) < 0.2, -100)
-        batch = {"input_ids": tokens, "labels": labels}
+        batch: dict[str, Any] = {"input_ids": tokens, "labels": labels}
         if model == "packed":
             parts = [torch.arange(size) for size in (7, 20 + step, 14 - step)]
             batch["position_ids"] = torch.cat(parts)[None]

@@ -23,12 +23,14 @@ from saccade.parallel.recurrence import (
     check_initial,
     check_rows,
     check_tensors,
+    groups_of,
     offsets_of,
     route_of,
     sizes_of,
     spread,
     summed_together,
     tied,
+    tied_to_rows,
     wanted_gradients,
     whole_facts,
 )
@@ -214,7 +216,8 @@ def _prepared(
         call: Any = api.gated_delta_rule_varlen if rows.packed else api.gated_delta_rule
         check_initial(call, tensors, decay, initial, plan, rows, options)
     found = _transitions(tensors, decay, route, rows, options)
-    found = found._replace(added=tied(found.added, *named.values(), initial))  # see `tied`
+    of_rows = *tensors[1:], decay
+    found = found._replace(added=tied_to_rows(found.added, of_rows, (initial,), route))
     return _Call(tensors, decay, initial, options, found), facts, compared
 
 
@@ -225,21 +228,23 @@ def _transitions(
     """What the pieces that this rank sends do to a state; the first call checks all arguments."""
     sent = [route.own[number] for number in route.sent]
     added, matrices = [], []
-    for pieces in [sent] if rows.packed else [[piece] for piece in sent] or [[]]:
-        query, key, value, beta = (rows.of_pieces(each, pieces) for each in tensors)
-        here = None if decay is None else rows.of_pieces(decay, pieces)
-        state = _one_call((query, key, value, beta), here, pieces, rows, None, options)[1]
+    for pieces in groups_of(rows, (*tensors, decay), sent):
+        query, key, value, beta = (rows.of_group(each, pieces) for each in tensors)
+        here = None if decay is None else rows.of_group(decay, pieces)
+        still = key.detach()  # as queries: the outputs of these calls are not used
+        if (query.shape, query.dtype, query.device) != (key.shape, key.dtype, key.device):
+            still = query  # which is refused
         size = key.shape[-1]
+        state = _one_call((still, key, value, beta), here, pieces, rows, None, options)[1]
         unit = torch.eye(size, dtype=state.dtype, device=state.device)
         unit = unit.expand(*state.shape[:2], size, size)
         zeros = value.new_zeros(()).expand(*value.shape[:-1], size)
-        still = key.detach(), key, zeros, beta  # the outputs of this call are not used
-        matrices.append(_one_call(still, here, pieces, rows, unit, options)[1])
+        matrices.append(_one_call((still, key, zeros, beta), here, pieces, rows, unit, options)[1])
         added.append(state)
     found = []
     for parts in (added, matrices):
-        stacked = parts[0].unsqueeze(1) if rows.packed else torch.stack(parts)
-        found.append(stacked[: len(sent)])
+        joined = parts[0].unsqueeze(1) if len(parts) == 1 < len(sent) else torch.stack(parts)
+        found.append(joined[: len(sent)])
     return _Transitions(*found)
 
 
@@ -274,20 +279,18 @@ def _entry(state: Tensor | None, sequence: int, rows: Rows) -> Tensor | None:
 
 def _outputs(call: _Call, route: Route, states: list[Tensor | None], rows: Rows) -> Tensor:
     """The rows of this rank."""
-    if rows.packed:
-        initial = _stacked(states, call.transitions)
-        return _one_call(call.tensors, call.decay, route.own, rows, initial, call.options)[0]
-    outputs = []
-    for piece, state in zip(route.own, states, strict=True):
-        query, key, value, beta = (rows.of(each, piece) for each in call.tensors)
-        here = None if call.decay is None else rows.of(call.decay, piece)
+    outputs, places = [], iter(states)
+    for pieces in groups_of(rows, (*call.tensors, call.decay), route.own):
+        before = [next(places) for _ in pieces]
+        initial = before[0] if len(before) == 1 and not rows.packed else None
+        if len(before) > 1 or rows.packed:
+            initial = _stacked(before, call.transitions)
+        query, key, value, beta = (rows.of_group(each, pieces) for each in call.tensors)
+        here = None if call.decay is None else rows.of_group(call.decay, pieces)
         there = query, key, value, beta
-        outputs.append(_one_call(there, here, [piece], rows, state, call.options)[0])
-    if len(outputs) > 1:
-        return torch.cat(outputs, 2)
-    if outputs:
-        return outputs[0]
-    return _one_call(call.tensors, call.decay, [], rows, None, call.options)[0]
+        found = _one_call(there, here, pieces, rows, initial, call.options)[0]
+        outputs.append(rows.ungrouped(found, pieces))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def _stacked(states: list[Tensor | None], like: _Transitions) -> Tensor | None:

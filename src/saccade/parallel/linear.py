@@ -21,14 +21,17 @@ from saccade.parallel.recurrence import (
     check_initial,
     check_rows,
     check_tensors,
+    groups_of,
     offsets_of,
     route_of,
     sizes_of,
     spread,
     summed_together,
     tied,
+    tied_to_rows,
     wanted_gradients,
     whole_facts,
+    whole_numbers,
 )
 from saccade.parallel.recurrence_graph import COMPUTED, into_graph
 from saccade.runtime.arguments import check_flag
@@ -146,7 +149,7 @@ class _Transitions(NamedTuple):
 
     def picked(self, places: list[int]) -> _Transitions:
         """Those of some pieces."""
-        index = torch.tensor(places, dtype=torch.int64, device=self.kv.device)
+        index = whole_numbers(tuple(places), self.kv.device)
         found: list[Any] = [None if each is None else each[index] for each in self]
         return _Transitions(*found)
 
@@ -235,9 +238,9 @@ def _prepared(
     found = _transitions(tensors, decay, route, rows, options)
     if initial is not None and initial.log_scale is None and found.log_scale is not None:
         initial = initial._replace(log_scale=found.log_scale.new_zeros(initial.kv.shape[:2]))
-    found = found._replace(
-        kv=tied(found.kv, *named.values(), decay, *(initial or ())[:2])  # see `tied`
-    )
+    of_rows, constant = (key, value, decay if by_row else None), None if by_row else decay
+    kv = tied_to_rows(found.kv, of_rows, (constant, *(initial or ())[:2]), route)
+    found = found._replace(kv=kv)
     return _Call(tensors, decay, initial, causal, options, found), facts, compared
 
 
@@ -264,28 +267,28 @@ def _transitions(
 ) -> _Transitions:  # fmt: skip
     """What the pieces that this rank sends do to a state; the first call checks all arguments."""
     sent = [route.own[number] for number in route.sent]
-    states: list[LinearState] = []
-    groups = [sent] if rows.packed else [[piece] for piece in sent] or [[]]
-    for pieces in groups:
-        there = [rows.of_pieces(each, pieces) for each in tensors]
-        here = decay
-        if decay is not None and decay.dim() > 1:
-            here = rows.of_pieces(decay, pieces)
-        nothing = there[0].narrow(rows.dim, 0, 0)
-        _, state = _one_call(nothing, there[1], there[2], pieces, rows, here, None, options)
-        states.append(state)
+    nothing = tensors[0].detach().narrow(rows.dim, 0, 0)  # a state takes no gradient to queries
+    by_row = decay if decay is not None and decay.dim() > 1 else None
+    states = []
+    for pieces in groups_of(rows, (*tensors, by_row), sent):
+        key, value, *found = (
+            rows.of_group(each, pieces) for each in (*tensors[1:], by_row) if each is not None
+        )
+        here = found[0] if found else decay
+        query = rows.of_group(nothing, pieces)
+        states.append(_one_call(query, key, value, pieces, rows, here, None, options)[1])
     parts: Any = zip(*states, strict=True)
     kv, key_sum, log_scale = (
-        None if part[0] is None else _of_pieces(part, rows, len(sent)) for part in parts
+        None if part[0] is None else _of_pieces(part, len(sent)) for part in parts
     )
     assert kv is not None and key_sum is not None
     return _Transitions(kv, key_sum, log_scale, _faded(decay, sent, rows, key_sum))
 
 
-def _of_pieces(parts: Sequence[Tensor], rows: Rows, pieces: int) -> Tensor:
-    """[pieces, batch, heads, ...]."""
-    if rows.packed:
-        return parts[0].unsqueeze(1)[:pieces]
+def _of_pieces(parts: Sequence[Tensor], pieces: int) -> Tensor:
+    """[pieces, batch, heads, ...], of one call for all, whose entries they are, or of one each."""
+    if len(parts) == 1 < pieces:
+        return parts[0].unsqueeze(1)
     return torch.stack(list(parts))[:pieces]
 
 
@@ -374,22 +377,18 @@ def _outputs(call: _Call, route: Route, states: list[LinearState | None], rows: 
     options = {**call.options, "causal": call.causal}
     if not call.causal:  # the last state has all keys
         key, value = key.narrow(rows.dim, 0, 0), value.narrow(rows.dim, 0, 0)
-    if rows.packed:
-        initial = _stacked(states, call.transitions)
-        pieces = route.own
-        return _one_call(query, key, value, pieces, rows, decay, initial, options)[0]
-    outputs = []
-    for piece, state in zip(route.own, states, strict=True):
-        there = [rows.of(each, piece) if each.shape[2] else each for each in (query, key, value)]
-        here = rows.of(decay, piece) if decay is not None and decay.dim() > 1 else decay
-        outputs.append(
-            _one_call(there[0], there[1], there[2], [piece], rows, here, state, options)[0]
-        )
-    if len(outputs) == 1:
-        return outputs[0]
-    if outputs:
-        return torch.cat(outputs, 2)
-    return _one_call(query, key, value, [], rows, decay, None, options)[0]
+    by_row = decay if decay is not None and decay.dim() > 1 else None
+    outputs, places = [], iter(states)
+    for pieces in groups_of(rows, (query, key, value, by_row), route.own):
+        before = [next(places) for _ in pieces]
+        initial = before[0] if len(before) == 1 and not rows.packed else None
+        if len(before) > 1 or rows.packed:
+            initial = _stacked(before, call.transitions)
+        there = [rows.of_group(each, pieces) for each in (query, key, value)]
+        here = decay if by_row is None else rows.of_group(by_row, pieces)
+        found = _one_call(there[0], there[1], there[2], pieces, rows, here, initial, options)[0]
+        outputs.append(rows.ungrouped(found, pieces))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 
 
 def _stacked(states: list[LinearState | None], like: _Transitions) -> LinearState | None:

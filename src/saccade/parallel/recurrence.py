@@ -11,6 +11,7 @@ gradients of what every rank has are summed.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from saccade.modifiers.graph_constants import in_graph, outside_graph
+from saccade.modifiers.graph_constants import constants, in_graph, outside_graph
 from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts
 from saccade.parallel.agreement_op import GraphFault, agreed_in_graph
 from saccade.parallel.exchange import Counts, Message, summed_over_ranks, waiting_for
@@ -203,18 +204,30 @@ def spread(plan: Plan, rows: Tensor, counts: list[int], compared: Compared) -> T
 
 
 class _Tied(torch.autograd.Function):
-    """`tied` in graphs, which would see that these gradients are 0 and wait for nothing."""
+    """`tied`, which graphs would see through: gradients that are 0, and wait for nothing."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, *others: Tensor) -> Tensor:
         ctx.likes = [(each.shape, each.dtype) for each in others]
-        return waiting_for(tensor, *others)
+        return waiting_for(tensor, *others) if in_graph() else tensor.view_as(tensor)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
+        if not in_graph():  # one number stands for all
+            zeros = [grad.new_zeros((), dtype=dtype).expand(shape) for shape, dtype in ctx.likes]
+            return grad, *zeros
         zeros = [grad.new_zeros(shape, dtype=dtype) for shape, dtype in ctx.likes]
         return grad, *[waiting_for(each, grad) for each in zeros]
+
+
+def tied_to_rows(
+    tensor: Tensor, rows: Sequence[Tensor | None], whole: Sequence[Tensor | None], route: Route
+) -> Tensor:
+    """`tied`, of what pieces do to a state: to what every rank has whole, and to this rank's rows
+    where no piece is sent, whose transitions would come of these. (A gradient of 0 is as long as
+    rows are. Graphs take them all.)"""
+    return tied(tensor, *whole, *(rows if in_graph() or not route.sent else ()))
 
 
 def tied(tensor: Tensor, *others: Tensor | None) -> Tensor:
@@ -222,14 +235,11 @@ def tied(tensor: Tensor, *others: Tensor | None) -> Tensor:
 
     So every rank comes to a message of the backward pass, whether its rows need what came or not.
     """
-    if in_graph():
-        wanted = [each for each in others if each is not None and each.requires_grad]
-        found: Any = _Tied.apply(tensor, *wanted)
-        return found
-    for other in others:
-        if other is not None and other.requires_grad:
-            tensor = tensor + other.flatten()[:0].sum().to(tensor.dtype)
-    return tensor
+    wanted = [each for each in others if each is not None and each.requires_grad]
+    if not wanted and not in_graph():
+        return tensor
+    found: Any = _Tied.apply(tensor, *wanted)
+    return found
 
 
 # ---- a call --------------------------------------------------------------------------------------
@@ -249,6 +259,39 @@ class Rows(NamedTuple):
         """The rows of a piece."""
         return tensor.narrow(self.dim, piece.place, piece.size)
 
+    def stacks(self, tensors: Sequence[Tensor | None], pieces: Sequence[Piece]) -> bool:
+        """Whether pieces are one call as the entries of a batch: several of one sequence, as long
+        as one another, that lie side by side. Tensors without rows hinder nothing."""
+        return (
+            not self.packed and len(pieces) > 1
+            and all(each is None or (each.dim() > 2 and each.shape[0] == 1) for each in tensors)
+            and len({piece.size for piece in pieces}) == 1
+            and all(one.place + one.size == other.place
+                    for one, other in itertools.pairwise(pieces))
+        )  # fmt: skip
+
+    def stacked(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The rows of pieces that `stacks` is true of, as they lie: [pieces, heads, size, ...]."""
+        if tensor.shape[2] == 0:
+            return tensor.expand(len(pieces), *tensor.shape[1:])
+        first, size = pieces[0].place, pieces[0].size
+        rows = tensor
+        if tensor.shape[2] > size * len(pieces):
+            rows = tensor.narrow(2, first, size * len(pieces))
+        return rows.squeeze(0).unflatten(1, (len(pieces), size)).transpose(0, 1)
+
+    def of_group(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """The rows of pieces that one call computes (`groups_of`); all of a tensor without rows."""
+        if not self.packed and len(pieces) > 1:
+            return self.stacked(tensor, pieces)
+        return tensor if tensor.shape[self.dim] == 0 else self.of_pieces(tensor, pieces)
+
+    def ungrouped(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
+        """Rows end to end, [1, heads, rows, ...] where they are dense, of what such a call gave."""
+        if self.packed or len(pieces) < 2:
+            return tensor
+        return tensor.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+
     def of_pieces(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """The rows of several pieces, end to end; the tensor itself where they are all."""
         if sum(piece.size for piece in pieces) == tensor.shape[self.dim]:
@@ -258,10 +301,35 @@ class Rows(NamedTuple):
         return torch.cat([self.of(tensor, piece) for piece in pieces], self.dim)
 
 
+def groups_of(
+    rows: Rows, tensors: Sequence[Tensor | None], pieces: list[Piece]
+) -> list[list[Piece]]:
+    """Pieces by the calls that compute them: of one call for all, where that can be; at least one
+    call, which checks all arguments. tensors: those that have rows."""
+    if rows.packed or not pieces or rows.stacks(tensors, pieces):
+        return [pieces]
+    return [[piece] for piece in pieces]
+
+
 def offsets_of(pieces: Sequence[Piece], device: torch.device) -> Tensor:
     """The offsets of pieces laid end to end; of one sequence without rows where there are none."""
-    sizes = torch.tensor([0, *([piece.size for piece in pieces] or [0])])
-    return sizes.cumsum(0).to(device, torch.int32)
+    sizes = [piece.size for piece in pieces] or [0]
+    return whole_numbers((0, *itertools.accumulate(sizes)), device, torch.int32)
+
+
+def whole_numbers(
+    numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype = torch.int64
+) -> Tensor:
+    """Numbers of a plan as a tensor, which must not be changed: a constant of graphs."""
+    return constants(_whole_numbers(numbers, device, dtype))
+
+
+@outside_graph
+@functools.lru_cache(maxsize=256)
+def _whole_numbers(numbers: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
+    # Kept, as the host waits for all that a GPU has to do when it hands over a few numbers.
+    with torch.inference_mode(False):
+        return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def check_tensors(tensors: Mapping[str, Any]) -> None:

@@ -47,6 +47,36 @@ def test_segments_side_by_side_are_one_sequence(
 
 
 @interpreted
+@pytest.mark.parametrize("shortest", [20, 512])  # segments side by side, or one
+@pytest.mark.parametrize(
+    "description",
+    [
+        {"lengths": ((0, 70),), "decay": "rows", "state": True},
+        {"lengths": ((0, 70),), "decay": "heads", "align": "top_left", "padded": True},
+        {"lengths": ((0, 70),), "state": True, "causal": False, "value_dim": 64},
+        {"lengths": ((0, 70), (0, 0), (0, 9)), "packed": True, "decay": "rows", "state": True},
+    ],
+    ids=str,
+)
+def test_keys_without_rows_scan_nothing(
+    monkeypatch: pytest.MonkeyPatch, description: dict[str, Any], shortest: int
+) -> None:
+    """They are summed up: what another part of a sequence starts from needs no output."""
+    monkeypatch.setattr(linear_passes, "SHORTEST_SEGMENT", shortest)
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: 64)
+    scans = []
+    scan = linear_passes.Passes.scan
+
+    def counted(self: Any, name: str, *given: Any, **options: Any) -> None:
+        scans.append(name)
+        scan(self, name, *given, **options)
+
+    monkeypatch.setattr(linear_passes.Passes, "scan", counted)
+    assert_linear_exact(make_linear_case(**ONE_HEAD, **description), "triton")
+    assert set(scans) <= {"grad_key", "grad_value"}
+
+
+@interpreted
 @pytest.mark.parametrize("segments", [1, 2])
 def test_float16_has_gradients_after_a_long_past(
     monkeypatch: pytest.MonkeyPatch, segments: int

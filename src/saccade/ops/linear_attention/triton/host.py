@@ -70,6 +70,9 @@ def forward(inputs: LinearInputs, variant: LinearVariant, config: KernelConfig) 
     totals = None if variant.normalize == "none" else results.normaliser
     before, after = initial_of(passes), (results.kv, results.key_sum)
     segments = passes.segments(passes.spec.heads, passes.spec.value_dim)
+    if passes.spec.query_len == 0:  # the last state alone, which needs no scan
+        key_states(passes, before, segments, after)
+        return results
     if segments > 1 or not variant.causal:
         before, _ = key_states(passes, before, segments, after)
         after, segments = None, segments if variant.causal else 1
@@ -142,7 +145,8 @@ def gradients_by(
     if segments > 1 or not variant.causal or (key_dots is not None and ending is not None):
         starts, last = key_states(passes, before, segments)
         starts = starts if segments > 1 or not variant.causal else before
-    passes.grad_query(upstream, of_query, query_dots, starts, segments)
+    if spec.query_len:
+        passes.grad_query(upstream, of_query, query_dots, starts, segments)
 
     first = None
     if inputs.initial_kv is not None:
@@ -250,7 +254,11 @@ def _query_states(
     passes: Passes, upstream: LinearBackwardInputs, ending: State | None, segments: int
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     """The gradients of the states after segments, and those of the first states."""
-    parts = passes.collect(upstream, segments)
+    if passes.spec.query_len:
+        parts = passes.collect(upstream, segments)
+    else:  # whose states nothing is added to
+        matrix, vector = passes.empty_states(segments)
+        parts = matrix.zero_(), vector.zero_()
     if passes.spec.variant.causal:
         return chained(passes, parts, ending, segments, True)
     ends = parts[0].squeeze(2), parts[1].squeeze(2)
