@@ -19,6 +19,7 @@ from saccade.parallel.recurrence import (
     Piece,
     Route,
     Rows,
+    TakenRows,
     agreed,
     check_initial,
     check_rows,
@@ -29,6 +30,7 @@ from saccade.parallel.recurrence import (
     sizes_of,
     spread,
     summed_together,
+    taken_twice,
     tied,
     tied_to_rows,
     wanted_gradients,
@@ -119,6 +121,7 @@ class _Call(NamedTuple):
     initial: Tensor | None
     options: dict[str, Any]  # of all calls of a piece
     transitions: _Transitions
+    taken: TakenRows | None  # key, value, beta and decay
 
 
 class _Transitions(NamedTuple):
@@ -215,22 +218,24 @@ def _prepared(
     if initial is not None:
         call: Any = api.gated_delta_rule_varlen if rows.packed else api.gated_delta_rule
         check_initial(call, tensors, decay, initial, plan, rows, options)
-    found = _transitions(tensors, decay, route, rows, options)
+    taken = taken_twice(rows, tensors[0], (*tensors[1:], decay), route)
+    found = _transitions(tensors, decay, route, rows, options, taken)
     of_rows = *tensors[1:], decay
     found = found._replace(added=tied_to_rows(found.added, of_rows, (initial,), route))
-    return _Call(tensors, decay, initial, options, found), facts, compared
+    return _Call(tensors, decay, initial, options, found, taken), facts, compared
 
 
 def _transitions(
     tensors: tuple[Tensor, ...], decay: Tensor | None, route: Route, rows: Rows,
-    options: dict[str, Any],
+    options: dict[str, Any], taken: TakenRows | None,
 ) -> _Transitions:  # fmt: skip
     """What the pieces that this rank sends do to a state; the first call checks all arguments."""
     sent = [route.own[number] for number in route.sent]
     added, matrices = [], []
     for pieces in groups_of(rows, (*tensors, decay), sent):
-        query, key, value, beta = (rows.of_group(each, pieces) for each in tensors)
-        here = None if decay is None else rows.of_group(decay, pieces)
+        query = rows.of_group(tensors[0].detach(), pieces)
+        of_rows = *tensors[1:], decay
+        key, value, beta, here = taken.sent if taken else rows.all_of_group(of_rows, pieces)
         still = key.detach()  # as queries: the outputs of these calls are not used
         if (query.shape, query.dtype, query.device) != (key.shape, key.dtype, key.device):
             still = query  # which is refused
@@ -285,9 +290,12 @@ def _outputs(call: _Call, route: Route, states: list[Tensor | None], rows: Rows)
         initial = before[0] if len(before) == 1 and not rows.packed else None
         if len(before) > 1 or rows.packed:
             initial = _stacked(before, call.transitions)
-        query, key, value, beta = (rows.of_group(each, pieces) for each in call.tensors)
-        here = None if call.decay is None else rows.of_group(call.decay, pieces)
-        there = query, key, value, beta
+        query, *others = call.tensors
+        of_rows = *others, call.decay
+        key, value, beta, here = (
+            call.taken.own if call.taken else rows.all_of_group(of_rows, pieces)
+        )
+        there = rows.of_group(query, pieces), key, value, beta
         found = _one_call(there, here, pieces, rows, initial, call.options)[0]
         outputs.append(rows.ungrouped(found, pieces))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)

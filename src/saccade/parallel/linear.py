@@ -17,6 +17,7 @@ from saccade.parallel.recurrence import (
     Piece,
     Route,
     Rows,
+    TakenRows,
     agreed,
     check_initial,
     check_rows,
@@ -27,6 +28,7 @@ from saccade.parallel.recurrence import (
     sizes_of,
     spread,
     summed_together,
+    taken_twice,
     tied,
     tied_to_rows,
     wanted_gradients,
@@ -118,6 +120,7 @@ class _Call(NamedTuple):
     causal: bool
     options: dict[str, Any]  # of both calls of a piece
     transitions: _Transitions
+    taken: TakenRows | None  # key, value and decay by row
 
 
 class _Transitions(NamedTuple):
@@ -150,7 +153,7 @@ class _Transitions(NamedTuple):
     def picked(self, places: list[int]) -> _Transitions:
         """Those of some pieces."""
         index = whole_numbers(tuple(places), self.kv.device)
-        found: list[Any] = [None if each is None else each[index] for each in self]
+        found: list[Any] = [None if each is None else each.index_select(0, index) for each in self]
         return _Transitions(*found)
 
 
@@ -235,13 +238,14 @@ def _prepared(
     if initial is not None:
         call: Any = api.linear_attention_varlen if rows.packed else api.linear_attention
         check_initial(call, tensors, decay, initial, plan, rows, options)
-    found = _transitions(tensors, decay, route, rows, options)
+    of_rows, constant = (key, value, decay if by_row else None), None if by_row else decay
+    taken = taken_twice(rows, query, of_rows, route) if causal else None
+    found = _transitions(tensors, decay, route, rows, options, taken)
     if initial is not None and initial.log_scale is None and found.log_scale is not None:
         initial = initial._replace(log_scale=found.log_scale.new_zeros(initial.kv.shape[:2]))
-    of_rows, constant = (key, value, decay if by_row else None), None if by_row else decay
     kv = tied_to_rows(found.kv, of_rows, (constant, *(initial or ())[:2]), route)
     found = found._replace(kv=kv)
-    return _Call(tensors, decay, initial, causal, options, found), facts, compared
+    return _Call(tensors, decay, initial, causal, options, found, taken), facts, compared
 
 
 def _parts_of(initial: LinearState | None) -> dict[str, Tensor | None]:
@@ -263,7 +267,7 @@ def _named(options: dict[str, Any]) -> str:
 
 def _transitions(
     tensors: tuple[Tensor, Tensor, Tensor], decay: Tensor | None, route: Route, rows: Rows,
-    options: dict[str, Any],
+    options: dict[str, Any], taken: TakenRows | None,
 ) -> _Transitions:  # fmt: skip
     """What the pieces that this rank sends do to a state; the first call checks all arguments."""
     sent = [route.own[number] for number in route.sent]
@@ -271,10 +275,9 @@ def _transitions(
     by_row = decay if decay is not None and decay.dim() > 1 else None
     states = []
     for pieces in groups_of(rows, (*tensors, by_row), sent):
-        key, value, *found = (
-            rows.of_group(each, pieces) for each in (*tensors[1:], by_row) if each is not None
-        )
-        here = found[0] if found else decay
+        of_rows = *tensors[1:], by_row
+        key, value, found = taken.sent if taken else rows.all_of_group(of_rows, pieces)
+        here = decay if found is None else found
         query = rows.of_group(nothing, pieces)
         states.append(_one_call(query, key, value, pieces, rows, here, None, options)[1])
     parts: Any = zip(*states, strict=True)
@@ -384,9 +387,10 @@ def _outputs(call: _Call, route: Route, states: list[LinearState | None], rows: 
         initial = before[0] if len(before) == 1 and not rows.packed else None
         if len(before) > 1 or rows.packed:
             initial = _stacked(before, call.transitions)
-        there = [rows.of_group(each, pieces) for each in (query, key, value)]
-        here = decay if by_row is None else rows.of_group(by_row, pieces)
-        found = _one_call(there[0], there[1], there[2], pieces, rows, here, initial, options)[0]
+        of_rows = key, value, by_row
+        keys, values, found = call.taken.own if call.taken else rows.all_of_group(of_rows, pieces)
+        here, queries = decay if found is None else found, rows.of_group(query, pieces)
+        found = _one_call(queries, keys, values, pieces, rows, here, initial, options)[0]
         outputs.append(rows.ungrouped(found, pieces))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, 2)
 

@@ -286,6 +286,10 @@ class Rows(NamedTuple):
             return self.stacked(tensor, pieces)
         return tensor if tensor.shape[self.dim] == 0 else self.of_pieces(tensor, pieces)
 
+    def all_of_group(self, tensors: Sequence[Tensor | None], pieces: Sequence[Piece]) -> list[Any]:
+        """`of_group` of several tensors, of which some are not there."""
+        return [None if each is None else self.of_group(each, pieces) for each in tensors]
+
     def ungrouped(self, tensor: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """Rows end to end, [1, heads, rows, ...] where they are dense, of what such a call gave."""
         if self.packed or len(pieces) < 2:
@@ -298,7 +302,66 @@ class Rows(NamedTuple):
             return tensor
         if not pieces:
             return tensor.narrow(self.dim, 0, 0)
+        if len(pieces) == 1:
+            return self.of(tensor, pieces[0])
         return torch.cat([self.of(tensor, piece) for piece in pieces], self.dim)
+
+
+class _TakenTwice(torch.autograd.Function):
+    """Rows as both calls of a rank take them; gradients are written and added where rows lie."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, rows: Rows, sent: Sequence[Piece], own: Sequence[Piece]
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.taken = torch.empty_like(tensor, device="meta"), (rows, sent, own)
+        return rows.of_group(tensor, sent), rows.of_group(tensor, own)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        of_sent, of_own = grads
+        rows, sent, own = ctx.taken
+        given = of_sent if of_own is None else of_own
+        if given is None:
+            return None, None, None, None
+        total = torch.empty_like(ctx.like, device=given.device)
+        if of_own is None:
+            total.zero_()
+        else:
+            rows.of_group(total, own).copy_(of_own)
+        if of_sent is not None:
+            rows.of_group(total, sent).add_(of_sent)
+        return total, None, None, None
+
+
+class TakenRows(NamedTuple):
+    """A call's tensors as each of a rank's two calls takes them: of the pieces that it sends, and
+    of all its pieces."""
+
+    sent: list[Any]
+    own: list[Any]
+
+
+def taken_twice(
+    rows: Rows, query: Tensor, others: Sequence[Tensor | None], route: Route
+) -> TakenRows | None:
+    """What both calls read beside queries, where both are one call of rows as they lie. (Else
+    gradients of either are as long as all rows, and are added.)"""
+    sent, own = [route.own[number] for number in route.sent], route.own
+    if rows.packed or in_graph() or not sent:
+        return None
+    every = query, *others
+    if any(len(pieces) > 1 and not rows.stacks(every, pieces) for pieces in (sent, own)):
+        return None
+    found = TakenRows([], [])
+    for tensor in others:
+        pair: Any = rows.all_of_group([tensor], sent) + rows.all_of_group([tensor], own)
+        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
+            pair = _TakenTwice.apply(tensor, rows, sent, own)
+        found.sent.append(pair[0])
+        found.own.append(pair[1])
+    return found
 
 
 def groups_of(
