@@ -2,15 +2,19 @@
 
     python tests/rank_gpu_cases.py FOLDER
 
-Each rank writes what went wrong, "" where nothing did, to a file. What ends a rank has a world of
-its own.
+Each rank writes what went wrong, "" where nothing did, to a file. Worlds of two processes run side
+by side, as most of their time is compilation; what ends a rank has one of its own.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +28,7 @@ from worlds import joined, run_worlds
 import saccade
 from saccade.serving import rank_sums
 
+STARTED = float(os.environ.setdefault("RANK_CASES_STARTED", str(time.time())))  # of all worlds
 BY_MEMORY = "go by memory that all of them read, in the order of ranks, others by nccl"
 SIZES = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
 
@@ -51,23 +56,44 @@ def tokens_of(rank: int, engine: saccade.Engine) -> list[list[int]]:
     return found
 
 
-def graphs_give_the_tokens_of_eager_steps(rank: int, folder: Path) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        torch.manual_seed(0)
-        model = shared_out(
-            tiny_models.sharpened(tiny_models.llama(**SIZES)).to(dtype).cuda().eval()
-        )
-        eager = engine_for(model, cuda_graphs=False, compile=True, merge_products=True)
-        graphs = engine_for(model, cuda_graphs=True)
-        for engine in (eager, graphs):
-            assert BY_MEMORY in engine.explain(), engine.explain()
-        assert "decode steps are CUDA graphs" in graphs.explain(), graphs.explain()
-        assert tokens_of(rank, graphs) == tokens_of(rank, eager)
-        if dtype == torch.float32:  # where rounding decides about no token
-            plain = engine_for(model, cuda_graphs=False, compile=False)
-            graphs = engine_for(model, cuda_graphs=True)
-            assert "by nccl: nothing is compiled" in plain.explain(), plain.explain()
-            assert tokens_of(rank, graphs) == tokens_of(rank, plain)
+def model_of(dtype: torch.dtype) -> Any:
+    torch.manual_seed(0)
+    return shared_out(tiny_models.sharpened(tiny_models.llama(**SIZES)).to(dtype).cuda().eval())
+
+
+def compared(rank: int, dtype: torch.dtype) -> None:
+    """Tokens of graphs beside those of eager steps; in float32, where rounding decides about no
+    token, beside those of layers that are not compiled, too."""
+    model = model_of(dtype)
+    ways = {
+        "graphs": {"cuda_graphs": True},
+        "eager": {"cuda_graphs": False, "compile": True, "merge_products": True},
+    }
+    if dtype == torch.float32:
+        ways["plain"] = {"cuda_graphs": False, "compile": False}
+    found = {}
+    for name, options in ways.items():
+        begin = time.monotonic()
+        engine = engine_for(model, **options)
+        said = engine.explain()
+        by = "by nccl: nothing is compiled" if name == "plain" else BY_MEMORY
+        assert by in said, said
+        assert ("decode steps are CUDA graphs" in said) == (name == "graphs"), said
+        made = time.monotonic() - begin
+        found[name] = tokens_of(rank, engine)
+        took = time.monotonic() - begin - made
+        print(f"rank {rank}, {dtype}, {name}: made in {made:.1f} s, served in {took:.1f} s",
+              flush=True)  # fmt: skip
+    for name, tokens in found.items():
+        assert tokens == found["graphs"], name
+
+
+def graphs_give_the_tokens_of_eager_steps_in_float32(rank: int, folder: Path) -> None:
+    compared(rank, torch.float32)
+
+
+def graphs_give_the_tokens_of_eager_steps_in_bfloat16(rank: int, folder: Path) -> None:
+    compared(rank, torch.bfloat16)
 
 
 def sums_have_equal_bits(rank: int, folder: Path) -> None:
@@ -97,11 +123,7 @@ def sums_have_equal_bits(rank: int, folder: Path) -> None:
 
 
 def a_rank_dies_in_a_step(rank: int, folder: Path) -> None:
-    torch.manual_seed(0)
-    model = shared_out(
-        tiny_models.sharpened(tiny_models.llama(**SIZES)).to(torch.bfloat16).cuda().eval()
-    )
-    engine = engine_for(model, cuda_graphs=True)
+    engine = engine_for(model_of(torch.bfloat16), cuda_graphs=True)
     engine._worker.device_seconds = 5  # as by rank_timeout
     if rank:
         heard, take = [0], engine._worker.step
@@ -109,7 +131,7 @@ def a_rank_dies_in_a_step(rank: int, folder: Path) -> None:
         def step() -> bool:
             heard[0] += 1
             if heard[0] == 6:
-                time.sleep(20)  # rank 0 waits for this part of a sum meanwhile, on its device
+                time.sleep(10)  # rank 0 waits for this part of a sum meanwhile, on its device
                 os._exit(7)
             return take()
 
@@ -122,31 +144,48 @@ def a_rank_dies_in_a_step(rank: int, folder: Path) -> None:
     assert time.monotonic() - begin < 15, time.monotonic() - begin
 
 
-CASES = {
-    each.__name__: each for each in (graphs_give_the_tokens_of_eager_steps, sums_have_equal_bits)
+WORLDS: dict[str, list[Callable[[int, Path], None]]] = {
+    "float32": [graphs_give_the_tokens_of_eager_steps_in_float32, sums_have_equal_bits],
+    "bfloat16": [graphs_give_the_tokens_of_eager_steps_in_bfloat16],
+    "ending": [a_rank_dies_in_a_step],
 }
-ENDING = a_rank_dies_in_a_step
 
 
-def run_rank(rank: int, world: int, folder: Path) -> None:
+def run_rank(name: str, rank: int, world: int, folder: Path) -> None:
     tiny_models.SIZES["vocab_size"] = rank_cases.VOCABULARY
     with joined(rank, world, folder, "nccl"):
-        rank_cases.run_cases(rank, folder, CASES)
-        sys.stdout.flush()
+        print(f"{name}: rank {rank} joined after {time.time() - STARTED:.1f} s", flush=True)
+        rank_cases.run_cases(rank, folder, {each.__name__: each for each in WORLDS[name]})
+        print(f"{name}: rank {rank} done after {time.time() - STARTED:.1f} s", flush=True)
         os._exit(0)  # graphs that hold messages may not outlive the group
 
 
-def run_ending(rank: int, world: int, folder: Path) -> None:
-    tiny_models.SIZES["vocab_size"] = rank_cases.VOCABULARY
-    (folder / "ending").mkdir(exist_ok=True)
-    with joined(rank, world, folder / "ending", "nccl"):
-        rank_cases.run_cases(rank, folder, {ENDING.__name__: ENDING})
-        sys.stdout.flush()
-        os._exit(0)
+def run_world(name: str, folder: Path) -> int:
+    (folder / name).mkdir(parents=True, exist_ok=True)
+    run = functools.partial(run_rank, name)
+    failed = run_worlds(run, folder / name, [rank_cases.WORLD], "spawn")
+    return 0 if name == "ending" else failed
+
+
+def answers(folder: Path) -> list[str]:
+    """What went wrong, by world and rank; the rank that ends says nothing."""
+    wrong = []
+    for name, cases in WORLDS.items():
+        for rank in range(rank_cases.WORLD - (name == "ending")):
+            path = folder / name / f"found.{rank}"
+            found = json.loads(path.read_text("utf-8")) if path.exists() else {}
+            for each in cases:
+                said = found.get(each.__name__, "was not reached")
+                if said:
+                    wrong.append(f"{name}, rank {rank}, {each.__name__}: {said}")
+    return wrong
 
 
 if __name__ == "__main__":
     where = Path(sys.argv[1])
-    failed = run_worlds(run_rank, where, [rank_cases.WORLD], "spawn")
-    run_worlds(run_ending, where, [rank_cases.WORLD], "spawn")  # a rank of it ends badly
-    sys.exit(failed)
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # of each of six processes
+    with ThreadPoolExecutor(len(WORLDS)) as pool:
+        failed = sum(pool.map(run_world, WORLDS, [where] * len(WORLDS)))
+    wrong = answers(where)
+    print("\n".join(wrong) or "all cases are as they should be")
+    sys.exit(bool(failed or wrong))
