@@ -7,10 +7,11 @@ kernel says of itself; in 3.6 to 3.9.
 What Triton's own compiler does to our kernels is worked around here, by its version:
 
     in     what Triton does                                       what that does to our kernels
-    3.8    has ptxas 12.9.86 assemble for Hopper, which uses      the delta rule's systems were NaN:
-           registers again that a product still reads (Triton's   packed calls always, others when
-           pull request 11781; mended in CUDA 13.3, as NVIDIA's   anything around them changed
-           notes on it say)
+    3.8    has ptxas 12.9.86 assemble for Hopper, which may      the delta rule's systems were NaN:
+           write constants of a left operand of WGMMA too late,   packed calls always, others when
+           or while a product still reads it (Triton's pull       anything around them changed
+           request 11781; mended in CUDA 13.3, as NVIDIA's notes
+           on it say; 12.8 and 13.1 do the same to 3.8's code)
     3.7 on has ptxas allocate registers by its level 2, against   Hopper kernels spill two to eight
            a fault of ptxas 13 that it does not name              times as much
     3.9 on lets LLVM's SLP vectorizer gather scalars in vectors,  addresses take registers all at

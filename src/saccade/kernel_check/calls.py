@@ -23,12 +23,14 @@ from saccade import (
     attention_varlen,
     gated_delta_rule,
     gated_delta_rule_step,
+    gated_delta_rule_varlen,
     linear_attention,
     linear_attention_step,
     masks,
     scores,
     write_kv_cache,
 )
+from saccade.gpu.kernel_args import there_are
 from saccade.gpu.language import INTERPRETED
 from saccade.masks import Mask
 from saccade.ops.attention.triton.call_spec import is_short
@@ -111,7 +113,7 @@ DELTA_PASSES = {
         "delta_join_segments", "delta_forward_scan", "delta_forward_scan, NaN-safe",
     ),
     "delta backward": (
-        "delta_reverse_scan", "delta_gradients", "delta_sum_heads",
+        "delta_reverse_scan", "delta_gradients", "delta_sum_heads", "delta_clear_behind",
     ),
     "delta step": ("delta_step",),
     "hopper_delta": ("hopper_delta_forward", "hopper_delta_nan_safe"),
@@ -559,19 +561,26 @@ class DeltaCall(NamedTuple):
     heads: int = 32
     key_heads: int = 16
     heads_inside: bool = False  # heads beside channels, as projections leave them
+    packed: bool = False  # a sequence for each batch entry
 
-    operation = "gated_delta_rule"
+    @property
+    def operation(self) -> str:
+        """The public name of what is called."""
+        return "gated_delta_rule_varlen" if self.packed else "gated_delta_rule"
 
     @property
     def name(self) -> str:
         """A name in which calls of one catalogue differ."""
-        long = ", long" if self.length >= LONG_ROWS else ""
-        return f"{self.dtype} d{self.head_dim} decay of {self.decay}{long}"
+        more = (", long" if self.length >= LONG_ROWS else "") + (", packed" if self.packed else "")
+        return f"{self.dtype} d{self.head_dim} decay of {self.decay}{more}"
 
     def make(self, device: torch.device) -> tuple[DeltaInputs, DeltaVariant]:
         """Tensors and options."""
 
         def rows(heads: int, *channels: int, dtype: torch.dtype = DTYPES[self.dtype]) -> Tensor:
+            if self.packed:
+                tokens = self.batch * self.length
+                return _untouched((tokens, heads, *channels), dtype, device)
             if self.heads_inside:
                 made = _untouched((self.batch, self.length, heads, *channels), dtype, device)
                 return made.transpose(1, 2)
@@ -582,13 +591,19 @@ class DeltaCall(NamedTuple):
         if self.decay != "none":
             channels = (self.head_dim,) if self.decay == "channels" else ()
             decay = rows(self.heads, *channels, dtype=torch.float32)
-        return DeltaInputs(query, key, value, beta, decay), DeltaVariant(True, 1.0)
+        inputs = DeltaInputs(query, key, value, beta, decay)
+        if self.packed:
+            ends = torch.arange(self.batch + 1, dtype=torch.int32, device=device) * self.length
+            inputs = inputs._replace(cu_seqlens=ends)
+        return inputs, DeltaVariant(True, 1.0)
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
         """The call by its public name: its output, and what may have gradients."""
         inputs, _ = self.make(device)
-        leaves = [each.requires_grad_() for each in inputs if each is not None]
-        output = gated_delta_rule(*leaves[:4], decay=inputs.decay, normalize_qk=True)
+        leaves = [each.requires_grad_() for each in there_are(inputs[:5])]
+        ends = there_are((inputs.cu_seqlens,))
+        call: Any = gated_delta_rule_varlen if self.packed else gated_delta_rule
+        output = call(*leaves[:4], *ends, decay=inputs.decay, normalize_qk=True)
         assert isinstance(output, Tensor)
         return output, leaves
 

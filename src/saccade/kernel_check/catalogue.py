@@ -260,12 +260,16 @@ def delta_entries(half: str) -> list[Entry]:
     what multiplies by it."""
     scans = ("delta_forward_scan", "delta_reverse_scan")
     segments, safe = ("delta_segments", "delta_join_segments"), "delta_forward_scan, NaN-safe"
-    whole = tuple(kernel for kernel in (*DELTA, "delta_step") if kernel not in (*segments, safe))
+    behind = "delta_clear_behind"
+    others = (*segments, safe, behind)
+    whole = tuple(kernel for kernel in (*DELTA, "delta_step") if kernel not in others)
     return [
         (DeltaCall(64, half), (*scans, "delta_gradients")),
         (DeltaCall(128, half), (*whole, safe)),
         (DeltaCall(128, half, "none"), scans[:1]),
         (DeltaCall(128, half, "channels"), whole),
+        (DeltaCall(128, half, packed=True), ("delta_system", behind)),
+        (DeltaCall(128, half, "channels", packed=True), ("delta_system",)),
         (DeltaCall(256, half), (*scans, "delta_gradients")),
         (DeltaCall(256, half, "channels"), ("delta_system", *scans)),
         (DeltaCall(64, "fp32"), ("delta_system", *scans, "delta_gradients")),

@@ -31,7 +31,7 @@ from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments
 from saccade.gpu.triton_compiler import compiled, target_of
-from saccade.kernel_check import machine_code
+from saccade.kernel_check import left_operands, machine_code
 from saccade.kernel_check.calls import CPU
 from saccade.kernel_check.catalogue import Compiled, Job, Known, compiler_inputs, key_of
 from saccade.kernel_check.machine_code import Usage
@@ -229,7 +229,9 @@ def compile_launch(
             usage = Usage(*known[key])
         else:
             asked = launch.kernel, arguments, launch.options, target_of(job.architecture)
-            usage = machine_code.usage(compiled(*asked))
+            made = compiled(*asked)
+            left_operands.check(made)
+            usage = machine_code.usage(made)
     except Exception as failure:  # whatever the compiler raises is what is to be told
         error = f"{type(failure).__name__}: {failure}"[:400]
     seconds, name = time.perf_counter() - begin, kernel_name(launch, job.which)

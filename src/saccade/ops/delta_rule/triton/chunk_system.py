@@ -297,21 +297,26 @@ def inverse_by_blocks(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION
 
     All blocks of a size lie in one matrix, whose other entries are 0: D the inverses of blocks so
     far, B what lies below the diagonal in blocks twice as large; then D − D B D has their inverses.
+
+    What stands on the left of two products that are waited for apart must hold no constants: ptxas
+    may write them to registers for the second product alone (`saccade.kernel_check.left_operands`).
+    So what lies around blocks of 2 rows is a sum of each row times 0, which no compiler knows.
     """
     rows = tl.arange(0, SIZE)
     diagonal = rows[:, None] == rows[None, :]
-    found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, 0.0))
+    nought = tl.sum(tl.abs(lower), 1)[:, None] * 0.0  # lower is finite
+    found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, nought))
     for level in tl.static_range(1, LEVELS):
-        below = tl.where(pairs_of_level(rows, level), lower, 0.0)
+        below = tl.where(pairs_of_level(rows, level), -lower, 0.0)
         if PRECISION == "bf16x2":
             # What is multiplied on the left stays in registers, as it is; tf32 would be moved.
-            narrowed, less = found.to(tl.bfloat16), (-found).to(tl.bfloat16)
+            narrowed = found.to(tl.bfloat16)
             high, low = two_parts(below)
             high, low = two_parts(tl.dot(low, narrowed, tl.dot(high, narrowed)))
-            found = tl.dot(less, low, tl.dot(less, high, found))
+            found = tl.dot(narrowed, low, tl.dot(narrowed, high, found))
         else:
             below = tl.dot(below, found, input_precision=PRECISION)
-            found -= tl.dot(found, below, input_precision=PRECISION)
+            found += tl.dot(found, below, input_precision=PRECISION)
     return found
 
 
