@@ -59,13 +59,21 @@ class Factors(NamedTuple):
 
 
 @triton.jit
-def delta_sums(decay, high, low, CHUNK: tl.constexpr):
-    """One program: the sums of decay of one chunk and head, whose channels all have the same."""
-    batch, head, chunk, _ = high.find(tl.program_id(0), high.data, CHUNK)
-    rows = chunk * CHUNK + tl.arange(0, CHUNK)
-    exist = rows < num_rows(high, batch)
-    each = tl.load(row_pointers(decay, batch, head, rows, 0), mask=exist, other=0.0)
-    store_sums(high, low, batch, head, rows, 0, exist, tl.cumsum(usable(each), 0))
+def delta_sums(
+    decay, high, low, CHUNK: tl.constexpr, HEADS: tl.constexpr, AT_ONCE: tl.constexpr
+):  # fmt: skip
+    """One program: the sums of decay of one chunk, AT_ONCE heads, whose channels all have the same.
+
+    Heads of packed rows lie side by side in memory. high: its heads are so many of the others.
+    """
+    batch, group, chunk, _ = high.find(tl.program_id(0), high.data, CHUNK)
+    rows = (chunk * CHUNK + tl.arange(0, CHUNK))[:, None]
+    heads = (group * AT_ONCE + tl.arange(0, AT_ONCE))[None, :]
+    exist = (rows < num_rows(high, batch)) & (heads < HEADS)
+    at = wide(heads) * decay.strides[1]
+    each = tl.load(row_pointers(decay, batch, 0, rows, at), mask=exist, other=0.0)
+    at = wide(heads) * high.strides[1]
+    store_sums(high, low, batch, 0, rows, at, exist, tl.cumsum(usable(each), 0))
 
 
 @triton.jit
@@ -117,7 +125,7 @@ def usable(each):
 
 @triton.jit
 def store_sums(high, low, batch, head, rows, channels, exists, total):
-    """Write sums in two parts."""
+    """Write sums in two parts, which lie alike."""
     rounded = total.to(tl.float32)
     rest = (total - rounded.to(tl.float64)).to(tl.float16)
     tl.store(row_pointers(high, batch, head, rows, channels), rounded, mask=exists)

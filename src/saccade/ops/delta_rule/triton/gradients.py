@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 from saccade.gpu.features import load_number, narrow
 from saccade.gpu.language import tl, triton
-from saccade.gpu.tensor_view import num_rows, store_numbers, tile_pointers, wide
+from saccade.gpu.tensor_view import num_rows, pad_rows, store_numbers, tile_pointers, wide
 from saccade.ops.delta_rule.triton.chunk_rows import (
     chunk_slot,
     last_sums,
@@ -351,6 +351,27 @@ def pairs_of_level_turned(rows, level):
 def load_rows_of(view, batch, head, start, exist, values, META: tl.constexpr):
     """Rows of a chunk × channels of values."""
     return load_channels(view, batch, head, start, exist, values, META.VALUE_DIM, False)
+
+
+# ---- tokens of no sequence ---------------------------------------------------------------------
+
+
+@triton.jit
+def delta_clear_behind(
+    query, key, value, beta, decay, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
+    HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, BY_CHANNEL: tl.constexpr,
+):  # fmt: skip
+    """Clear gradients behind the last sequence, in whose rows no other program writes; decay: a
+    View, or None. Each program clears some."""
+    pad_rows(query, 0.0, HEAD_DIM, HEAD_WIDTH)
+    pad_rows(key, 0.0, HEAD_DIM, HEAD_WIDTH)
+    pad_rows(value, 0.0, VALUE_DIM, VALUE_WIDTH)
+    pad_rows(beta, 0.0, 1, 1)
+    if decay is not None:
+        if BY_CHANNEL:
+            pad_rows(decay, 0.0, HEAD_DIM, HEAD_WIDTH)
+        else:
+            pad_rows(decay, 0.0, 1, 1)
 
 
 # ---- what value heads have in common -----------------------------------------------------------

@@ -38,6 +38,7 @@ from saccade.ops.delta_rule.triton.chunk_system import SystemMeta, delta_system
 from saccade.ops.delta_rule.triton.configs import DeltaConfig, choose
 from saccade.ops.delta_rule.triton.gradients import (
     GradientMeta,
+    delta_clear_behind,
     delta_gradients,
     delta_sum_heads,
 )
@@ -60,6 +61,7 @@ from saccade.runtime.spec import KernelConfig, precision
 
 ROWS = 32  # at a time, of kernels that look at each row alone
 SUMMED = 128  # channels at a time whose decay is summed up
+SUMMED_HEADS = 8  # heads at a time, where their channels have the same
 JOINED_TILE = 16  # channels of values at a time, of states that are joined
 STEP_NUMBERS = 4096  # of a state, in registers of a program of the step
 
@@ -97,8 +99,7 @@ def gradients_by(call: DeltaCall, grad_output: Tensor, grad_state: Tensor | None
     inputs = call.inputs
     gradients = empty_delta_gradients(inputs)
     if inputs.packed:  # no program has the tokens behind the last sequence
-        for gradient in there_are(gradients[:5]):
-            gradient.zero_()
+        call.clear_behind(gradients)
     if grad_output.stride(-1) != 1:
         grad_output = grad_output.contiguous()
     ending = None if grad_state is None else grad_state.float().contiguous()
@@ -338,19 +339,24 @@ class DeltaCall(NamedTuple):
             return None
         high = torch.empty(decay.shape, dtype=torch.float32, device=decay.device)
         low = torch.empty(decay.shape, dtype=torch.float16, device=decay.device)
-        constants = {"CHUNK": spec.config.chunk}
+        constants, groups = {"CHUNK": spec.config.chunk}, spec.value_heads
         if spec.by_channel:
             width = min(next_width(spec.head_dim), SUMMED)
             constants |= {"CHANNELS": spec.head_dim, "WIDTH": width}
             launch = self.launch(delta_channel_sums, constants, 1)
         else:
+            at_once = min(1 << (spec.value_heads - 1).bit_length(), SUMMED_HEADS)
+            groups = -(-spec.value_heads // at_once)
+            constants |= {"HEADS": spec.value_heads, "AT_ONCE": at_once}
             launch = self.launch(delta_sums, constants, 1)
-        programs = spec.extent(spec.value_heads).programs(spec.config.chunk)
-        views = (decay, high, low)
-        launch(
-            programs, spec.device, [*there_are((self.inputs.cu_seqlens,)), *views],
-            lambda: tuple(map(self.view, views)),
-        )  # fmt: skip
+        extent = spec.extent(groups)
+
+        def arguments() -> tuple[Any, ...]:
+            of_groups = view(high, row_strides(high, spec.packed), extent, self.inputs.cu_seqlens)
+            return self.view(decay), of_groups, self.view(low)
+
+        tensors = [*there_are((self.inputs.cu_seqlens,)), decay, high, low]
+        launch(extent.programs(spec.config.chunk), spec.device, tensors, arguments)
         return high, low
 
     def _norms(self) -> tuple[Tensor, Tensor] | None:
@@ -612,6 +618,21 @@ class DeltaCall(NamedTuple):
         tensors = [*self.known(), grad_output, *kept, *there_are(written)]
         programs = spec.extent(spec.value_heads).programs(config.chunk)
         launch(programs, spec.device, tensors, arguments)
+
+    def clear_behind(self, gradients: DeltaGradients) -> None:
+        """Clear the gradients of packed rows behind the last sequence."""
+        spec, inputs = self.spec, self.inputs
+        constants = {
+            "HEAD_DIM": spec.head_dim, "VALUE_DIM": spec.value_dim,
+            "HEAD_WIDTH": next_width(spec.head_dim), "VALUE_WIDTH": next_width(spec.value_dim),
+            "BY_CHANNEL": spec.by_channel,
+        }  # fmt: skip
+        launch = self.launch(delta_clear_behind, constants, 4)
+        rows = gradients[:5]
+        launch(
+            call_spec.multiprocessors(inputs.query), spec.device,
+            there_are((inputs.cu_seqlens, *rows)), lambda: tuple(map(self.view, rows)),
+        )  # fmt: skip
 
     def _sum_heads(
         self, name: str, found: Tensor, rows: Tensor, factors: Tensor | None, result: Tensor
