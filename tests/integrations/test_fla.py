@@ -231,10 +231,15 @@ def test_options_of_fla_that_change_nothing_are_checked() -> None:
          {"state_v_first": offsets}),
         (fla.fused_recurrent_simple_gla, TypeError, "reverse: got Tensor", {"reverse": offsets}),
         (fla.fused_recurrent_linear_attn, TypeError, "reverse: got Tensor", {"reverse": offsets}),
-        (fla.chunk_simple_gla, TypeError, "head_first", {"head_first": False}),
+        (fla.chunk_simple_gla, ValueError, "head_first: got True", {"head_first": True}),
+        (fla.chunk_linear_attn, TypeError, "decays: an unknown option", {"decays": None}),
+        (fla.chunk_simple_gla, TypeError, "cu_seqlens: got list", {"cu_seqlens": [0, 4, 9]}),
         (fla.parallel_simple_gla, ValueError, "output_attentions: got True with cu_seqlens",
          {"cu_seqlens": offsets, "output_attentions": True}),
     ]  # fmt: skip
     for call, kind, message, options in refused:
         with pytest.raises(kind, match=message):
             call(*tensors, **options)
+    for call in (fla.parallel_simple_gla, fla.chunk_linear_attn, fla.chunk_simple_gla):
+        with pytest.raises(ValueError, match=r"q: got shape .*, takes .*\(B, T, H, K\)"):
+            call(*(each[0] for each in tensors))

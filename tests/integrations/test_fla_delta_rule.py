@@ -148,3 +148,61 @@ def test_what_is_not_served_is_refused_by_name() -> None:
     ):  # fmt: skip
         with pytest.raises(error, match=message):
             call()
+
+
+def options() -> dict[str, Any]:
+    """A packed call's options beside its rows."""
+    return {"beta": torch.rand(1, 11, 4, dtype=F64), "cu_seqlens": torch.tensor([0, 4, 11])}
+
+
+@pytest.mark.parametrize("name", GATES)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.randn(11, 2, 8)}, r"q: got shape \(11, 2, 8\), takes .*\(B, T, H, K\)"),
+        ({"k": torch.randn(1, 11, 2, 6)}, r"k: got shape \(1, 11, 2, 6\), .*here \(1, 11, 2, 8\)"),
+        ({"v": torch.randn(1, 9, 4, 6)}, r"v: got shape \(1, 9, 4, 6\), .*here B, T \(1, 11\)"),
+        ({"v": torch.randn(1, 11, 3, 6)}, "v: got 3 heads, takes a multiple of k's 2"),
+        ({"g": torch.randn(1, 4, 11)}, r"g: got shape \(1, 4, 11\), .*\(B, T, HV.*here \(1, 11, 4"),
+        ({"beta": torch.rand(1, 4, 11)}, r"beta: got shape .*\(B, T, HV\), here \(1, 11, 4\)"),
+        ({"beta": [1.0]}, r"beta: got list, takes a floating-point tensor \(B, T, HV\)"),
+        (
+            {"cu_seqlens": [0, 4, 11]},
+            r"cu_seqlens: got list, takes an int32 or int64 tensor \[N \+ 1",
+        ),
+        (
+            {"cu_seqlens": torch.tensor([0.0, 11.0])},
+            "cu_seqlens: got torch.float32, takes an int32",
+        ),
+        ({"A_log": torch.zeros(3)}, r"A_log: got shape \(3,\), takes .*\(HV,\), here \(4,\)"),
+        ({"A_log": 1.0}, r"A_log: got float, takes a floating-point tensor \(HV,\)"),
+        ({"dt_bias": torch.zeros(3)}, r"dt_bias: got shape \(3,\), takes .*\(HV.*\), here \("),
+        (
+            {"initial_state": torch.zeros(2, 4, 6, 8)},
+            r"initial_state: got shape \(2, 4, 6, 8\), .*\(N, HV, K, V\), here \(2, 4, 8, 6\)",
+        ),
+        (
+            {"initial_state": torch.zeros(2, 4, 8, 6), "state_v_first": True},
+            r"got shape \(2, 4, 8, 6\), .*\(N, HV, V, K\) with state_v_first, here \(2, 4, 6, 8",
+        ),
+        ({"head_first": True}, r"head_first: got True, takes False: rows are \(B, T, H, K\)"),
+        ({"output_state": True}, "output_state: an unknown option; write output_final_state="),
+    ],
+)
+def test_errors_name_what_callers_wrote(name: str, change: dict[str, Any], message: str) -> None:
+    *calls, channels = GATES[name]
+    given: dict[str, Any] = dict(zip("qkv", (each[:1] for each in rows()), strict=True))
+    given |= {"g": torch.randn(1, 11, 4, *channels), **options(), "use_gate_in_kernel": True}
+    given |= {"A_log": torch.zeros(4), "dt_bias": torch.zeros(4, *channels)}
+    for call in calls:
+        call(**given, head_first=False)
+        with pytest.raises((TypeError, ValueError), match=message):
+            call(**given | change)
+
+
+def test_a_decay_of_channels_beside_one_of_heads_is_named() -> None:
+    tensors, gk = rows(), -torch.rand(2, 11, 4)
+    with pytest.raises(ValueError, match=r"gk: got shape \(2, 11, 4\), takes .*\(B, T, HV, K\)"):
+        fla.fused_recurrent_gated_delta_rule(*tensors, gk=gk)
+    with pytest.raises(ValueError, match=r"g: got shape \(2, 11, 4, 8\), takes .*\(B, T, HV\)"):
+        fla.fused_recurrent_gated_delta_rule(*tensors, g=-torch.rand(2, 11, 4, 8))

@@ -38,6 +38,8 @@ OF_ATTENTION = ("dropout_p", "return_max_logit", "deterministic")
 OF_FP8 = ("quantize", "smooth", "incoherent", "out_dtype", "query_scale", "key_scale", "config")
 PACKED = [rows[0].transpose(0, 1) for rows in ROWS]
 BETA = torch.rand(1, 2, 6)
+TOKEN = [rows[:, :, :1] for rows in ROWS]
+STATES = saccade.LinearState(torch.zeros(1, 2, 8, 8), torch.zeros(1, 2, 8))
 # Each public call that takes other names to answer them: its arguments, options that it has, and
 # names of other operations that it has not.
 ANSWERING = {
@@ -58,6 +60,13 @@ ANSWERING = {
     ),
     "gated_delta_rule_varlen": (
         (*PACKED, BETA[0].T, OFFSETS), ("decay", "normalize_qk", "config"), ("mask", "causal"),
+    ),
+    "gated_delta_rule_step": (
+        (STATES.kv, *TOKEN, BETA[..., :1]),
+        ("decay", "normalize_qk", "state_index"), ("mask", "causal", "initial_state"),
+    ),
+    "linear_attention_step": (
+        (STATES, *TOKEN), ("decay", "feature_map", "state_index"), ("mask", "initial_state"),
     ),
 }  # fmt: skip
 

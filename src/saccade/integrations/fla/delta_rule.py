@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import saccade
-from saccade.integrations.fla.arguments import check_chunk, check_copy, check_flag
+from saccade.integrations.fla.arguments import (
+    check_chunk,
+    check_copy,
+    check_count,
+    check_flag,
+    check_heads,
+    check_offsets,
+    check_rows,
+    check_shape,
+    check_unknown,
+)
 
 State = Tensor | None
 STEPS = 8  # tokens that change a copy of the state one by one, where no gradient is wanted
@@ -36,6 +47,7 @@ def chunk_gated_delta_rule(
     use_gate_in_kernel: bool = False,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """The gated delta rule with one decay a head.
 
@@ -65,11 +77,12 @@ def chunk_gated_delta_rule(
         >>> output.shape, state.shape
         (torch.Size([1, 32, 2, 16]), torch.Size([1, 2, 16, 16]))
     """
+    _check(chunk_gated_delta_rule, unknown, q, k, v, cu_seqlens, use_gate_in_kernel)
     _check_hints(cu_seqlens, cu_seqlens_cpu, chunk_size, cp_context)
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    check_shape("g", g, "(B, T, HV)", v.shape[:-1], q)
     return _call(
         (q, k, v), _gate(g, A_log, dt_bias) if use_gate_in_kernel else g,
-        _rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale, initial_state,
+        _rate(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale, initial_state,
         output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
     )  # fmt: skip
 
@@ -93,6 +106,7 @@ def fused_recurrent_gated_delta_rule(
     allow_neg_eigval: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """`chunk_gated_delta_rule` with a decay of each channel besides; for single tokens, too.
 
@@ -110,17 +124,20 @@ def fused_recurrent_gated_delta_rule(
         >>> state.shape
         torch.Size([2, 4, 16, 16])
     """
+    _check(fused_recurrent_gated_delta_rule, unknown, q, k, v, cu_seqlens, use_gate_in_kernel)
     if gv is not None:
         raise NotImplementedError("gv: got a tensor, takes None: decay is by rows of the state")
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    if g is not None:
+        check_shape("g", g, "(B, T, HV)", v.shape[:-1], q)
     if use_gate_in_kernel:
         g = _gate(g, A_log, dt_bias)
     if gk is not None:
+        check_shape("gk", gk, "(B, T, HV, K)", (*v.shape[:-1], k.shape[-1]), q)
         g = gk if g is None else g.unsqueeze(-1) + gk
     if beta is None:
         beta = torch.ones_like(v[..., 0])
     return _call(
-        (q, k, v), g, _rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale,
+        (q, k, v), g, _rate(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale,
         initial_state, output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
     )  # fmt: skip
 
@@ -152,6 +169,7 @@ def chunk_kda(
     chunk_size: int | None = None,
     A_log: Tensor | None = None,
     dt_bias: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """Kimi Delta Attention: the gated delta rule with a decay of each channel.
 
@@ -171,6 +189,7 @@ def chunk_kda(
         >>> chunk_kda(q, k, v, g, beta, use_qk_l2norm_in_kernel=True)[0].shape
         torch.Size([1, 32, 2, 16])
     """
+    _check(chunk_kda, unknown, q, k, v, cu_seqlens, use_gate_in_kernel)
     if return_intermediate_states:
         raise NotImplementedError(
             "return_intermediate_states: got True, takes False: states between chunks are not kept"
@@ -201,6 +220,7 @@ def fused_recurrent_kda(
     lower_bound: float | None = None,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """`chunk_kda` with fewer options; for single tokens, too.
 
@@ -211,13 +231,12 @@ def fused_recurrent_kda(
         >>> fused_recurrent_kda(q, k, v, g, beta)[0].shape
         torch.Size([2, 1, 4, 16])
     """
-    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    _check(fused_recurrent_kda, unknown, q, k, v, cu_seqlens, use_gate_in_kernel)
+    check_shape("g", g, "(B, T, HV, K)", (*v.shape[:-1], k.shape[-1]), q)
     if use_gate_in_kernel:
         g = _gate(g, A_log, dt_bias, lower_bound)
-    if g.shape[:-1] != v.shape[:-1] or g.shape[-1] != k.shape[-1]:
-        raise ValueError(f"g: got shape {tuple(g.shape)}, takes {(*v.shape[:-1], k.shape[-1])}")
     return _call(
-        (q, k, v), g, _rate(beta, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale,
+        (q, k, v), g, _rate(beta, v, use_beta_sigmoid_in_kernel, allow_neg_eigval), scale,
         initial_state, output_final_state, use_qk_l2norm_in_kernel, state_v_first, cu_seqlens,
     )  # fmt: skip
 
@@ -237,13 +256,18 @@ def _call(
     check_flag("output_final_state", output_final_state)
     check_flag("use_qk_l2norm_in_kernel", normalize_qk)
     check_flag("state_v_first", state_v_first)
-    if state_v_first and initial_state is not None:
-        initial_state = initial_state.mT
+    q, _, v = rows
+    if initial_state is not None:
+        sequences = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        form, sizes = "(N, HV, K, V)", (q.shape[-1], v.shape[-1])
+        if state_v_first:
+            form, sizes = "(N, HV, V, K) with state_v_first", (v.shape[-1], q.shape[-1])
+        shape = sequences, v.shape[2], *sizes
+        check_shape("initial_state", initial_state, form, shape, q)
+        initial_state = initial_state.mT if state_v_first else initial_state
     tensors: list[Any] = [*rows, beta, decay]
     options: dict[str, Any] = {"normalize_qk": normalize_qk, "scale": scale}
     if cu_seqlens is not None:
-        if rows[0].shape[0] != 1:
-            raise ValueError(f"q: got batch {rows[0].shape[0]}, takes 1 with cu_seqlens")
         *packed, decay = (None if each is None else each.squeeze(0) for each in tensors)
         call: Any = saccade.gated_delta_rule_varlen
         options |= {"decay": decay, "initial_state": initial_state, "return_state": True}
@@ -281,8 +305,12 @@ def _gate(
         raise ValueError("g: got None, takes a tensor with use_gate_in_kernel=True")
     if A_log is None and lower_bound is None:
         raise ValueError("A_log: got None, takes a tensor (HV,) with use_gate_in_kernel=True")
+    if A_log is not None:
+        check_count("A_log", A_log, "(HV,)", g.shape[2:3])
     g = g.float()
     if dt_bias is not None:
+        form = "(HV,)" if g.dim() == 3 else "(HV * K,)"
+        check_count("dt_bias", dt_bias, form, (g.shape[2:].numel(),))
         g = g + dt_bias.float().view(g.shape[2:])
     factor = None if A_log is None else A_log.float().exp().view(-1, *[1] * (g.dim() - 3))
     if lower_bound is not None:
@@ -291,8 +319,9 @@ def _gate(
     return -factor * torch.nn.functional.softplus(g)
 
 
-def _rate(beta: Tensor, sigmoid: bool, twice: bool) -> Tensor:
+def _rate(beta: Tensor, v: Tensor, sigmoid: bool, twice: bool) -> Tensor:
     """beta, from its logits where it is given by them."""
+    check_shape("beta", beta, "(B, T, HV)", v.shape[:-1], v)
     check_flag("use_beta_sigmoid_in_kernel", sigmoid)
     check_flag("allow_neg_eigval", twice)
     if twice and not sigmoid:
@@ -300,6 +329,23 @@ def _rate(beta: Tensor, sigmoid: bool, twice: bool) -> Tensor:
     if not sigmoid:
         return beta
     return torch.sigmoid(beta.float()) * (2.0 if twice else 1.0)
+
+
+def _check(
+    function: Callable[..., Any],
+    unknown: dict[str, Any],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor | None,
+    use_gate_in_kernel: bool,
+) -> None:
+    """Refuse options that there are not, and rows and offsets that do not fit together."""
+    check_unknown(unknown, function)
+    check_flag("use_gate_in_kernel", use_gate_in_kernel)
+    check_rows(q, k, v)
+    check_heads(q, v)
+    check_offsets(cu_seqlens, q)
 
 
 def _check_hints(

@@ -9,7 +9,14 @@ from torch import Tensor
 
 import saccade
 from saccade.integrations.arguments import as_features, heads_first
-from saccade.integrations.fla.arguments import check_chunk, check_copy, check_flag
+from saccade.integrations.fla.arguments import (
+    check_chunk,
+    check_copy,
+    check_flag,
+    check_offsets,
+    check_rows,
+    check_unknown,
+)
 
 EPS = 1e-10
 
@@ -25,6 +32,7 @@ def chunk_linear_attn(
     output_final_state: bool = False,
     normalize: bool = True,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """Causal linear attention.
 
@@ -46,6 +54,7 @@ def chunk_linear_attn(
         >>> output.shape
         torch.Size([1, 32, 2, 16])
     """
+    check_unknown(unknown, chunk_linear_attn)
     return _call([q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens)
 
 
@@ -70,6 +79,7 @@ def fused_recurrent_linear_attn(
     reverse: bool = False,
     normalize: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """`chunk_linear_attn` with other defaults.
 
@@ -83,6 +93,7 @@ def fused_recurrent_linear_attn(
         >>> fused_recurrent_linear_attn(q, k, v, normalize=True)[0].shape
         torch.Size([1, 32, 2, 16])
     """
+    check_unknown(unknown, fused_recurrent_linear_attn)
     return _call(
         [q, k, v], scale, initial_state, output_final_state, normalize, cu_seqlens, reverse
     )
@@ -102,6 +113,7 @@ def chunk_simple_gla(
     cu_seqlens_cpu: Tensor | None = None,
     *,
     chunk_size: int | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """Linear attention with decay and without a normaliser.
 
@@ -121,6 +133,9 @@ def chunk_simple_gla(
         >>> state.shape
         torch.Size([1, 2, 16, 16])
     """
+    check_unknown(unknown, chunk_simple_gla)
+    check_rows(q, k, v)
+    check_offsets(cu_seqlens, q)
     check_copy(cu_seqlens_cpu, cu_seqlens)
     check_chunk(chunk_size)
     return fused_recurrent_simple_gla(
@@ -139,6 +154,7 @@ def fused_chunk_simple_gla(
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """`chunk_simple_gla` with fewer options.
 
@@ -148,6 +164,7 @@ def fused_chunk_simple_gla(
         >>> fused_chunk_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.2]))[0].shape
         torch.Size([1, 32, 2, 16])
     """
+    check_unknown(unknown, fused_chunk_simple_gla)
     return fused_recurrent_simple_gla(
         q, k, v, g, g_gamma, scale, initial_state, output_final_state, cu_seqlens=cu_seqlens
     )
@@ -165,6 +182,7 @@ def fused_recurrent_simple_gla(
     reverse: bool = False,
     state_v_first: bool = False,
     cu_seqlens: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, State]:
     """`chunk_simple_gla`, with `reverse` as in `fused_recurrent_linear_attn`.
 
@@ -174,6 +192,8 @@ def fused_recurrent_simple_gla(
         >>> fused_recurrent_simple_gla(q, k, v, g_gamma=torch.tensor([-0.1, -0.2]))[0].shape
         torch.Size([1, 32, 2, 16])
     """
+    check_unknown(unknown, fused_recurrent_simple_gla)
+    check_rows(q, k, v)
     check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
     if state_v_first and isinstance(initial_state, Tensor):
@@ -194,6 +214,7 @@ def parallel_simple_gla(
     output_attentions: bool = False,
     cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
+    **unknown: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_simple_gla` without states.
 
@@ -211,6 +232,9 @@ def parallel_simple_gla(
         >>> weights.shape
         torch.Size([1, 2, 32, 32])
     """
+    check_unknown(unknown, parallel_simple_gla)
+    check_rows(q, k, v)
+    check_offsets(cu_seqlens, q)
     check_flag("output_attentions", output_attentions)
     check_copy(cu_seqlens_cpu, cu_seqlens)
     if output_attentions and cu_seqlens is not None:
@@ -241,6 +265,8 @@ def _call(
 ) -> tuple[Tensor, State]:
     """Linear attention of features in fla's layout; decay is (B, T, H), (H,) or None."""
     q: Tensor = tensors[0]
+    check_rows(*tensors)
+    check_offsets(cu_seqlens, q)
     order = _Order(reverse, cu_seqlens, q.shape[1], q.device)
     rows = [order.rows(each) for each in tensors]
     if decay is not None and decay.dim() == 3:
@@ -258,8 +284,6 @@ def _call(
     if cu_seqlens is None:
         output, state = heads_first(saccade.linear_attention, *rows, **arguments)
     else:
-        if q.shape[0] != 1:
-            raise ValueError(f"q: got batch {q.shape[0]}, takes 1 with cu_seqlens")
         offsets: Any = order.offsets
         if isinstance(offsets, Tensor):
             offsets = offsets.to(torch.int32)

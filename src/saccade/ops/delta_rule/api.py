@@ -254,6 +254,7 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
     normalize_qk: bool = False,
     scale: float | None = None,
     implementation: str | None = None,
+    **unknown: Any,
 ) -> Tensor:
     """One token (or a few) of decoding: the state takes the new tokens in, in place.
 
@@ -285,6 +286,8 @@ def gated_delta_rule_step(  # breaks function-length: most of it is the docstrin
         >>> output.shape, pool.any(-1).any(-1).any(-1).nonzero().flatten()
         (torch.Size([2, 4, 1, 16]), tensor([2, 5]))
     """
+    if unknown:
+        raise unknown_options(unknown, options_of(gated_delta_rule_step))
     check_wishes(state, query, key, value, beta, decay)
     call_key = call_cache.key_of_any(
         "delta_rule_step", (query, key, value, beta, decay, state, state_index), (normalize_qk,),

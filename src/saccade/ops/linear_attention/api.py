@@ -298,6 +298,7 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
     scale: float = 1.0,
     decay: Tensor | None = None,
     implementation: str | None = None,
+    **unknown: Any,
 ) -> Tensor:
     """One token (or a few) of decoding: the state takes the new keys in, in place.
 
@@ -329,6 +330,8 @@ def linear_attention_step(  # breaks function-length: most of it is the docstrin
         >>> output.shape
         torch.Size([1, 4, 1, 16])
     """
+    if unknown:
+        raise unknown_options(unknown, options_of(linear_attention_step))
     _check_wishes(state, query, key, value, decay)
     if custom_op.sharded(query, key, value, state=state):
         options = {
