@@ -300,23 +300,27 @@ def inverse_by_blocks(lower, SIZE: tl.constexpr, LEVELS: tl.constexpr, PRECISION
 
     What stands on the left of two products that are waited for apart must hold no constants: ptxas
     may write them to registers for the second product alone (`saccade.kernel_check.left_operands`).
-    So what lies around blocks of 2 rows is a sum of each row times 0, which no compiler knows.
+    So what lies around blocks of 2 rows is a sum of each row times 0 for bfloat16, which no
+    compiler knows to be 0.
     """
     rows = tl.arange(0, SIZE)
     diagonal = rows[:, None] == rows[None, :]
-    nought = tl.sum(tl.abs(lower), 1)[:, None] * 0.0  # lower is finite
-    found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, nought))
+    around = 0.0
+    if PRECISION == "bf16x2":
+        around = tl.sum(tl.abs(lower), 1)[:, None] * 0.0  # lower is finite
+    found = tl.where(diagonal, 1.0, tl.where(pairs_of_level(rows, 0), -lower, around))
     for level in tl.static_range(1, LEVELS):
-        below = tl.where(pairs_of_level(rows, level), -lower, 0.0)
         if PRECISION == "bf16x2":
             # What is multiplied on the left stays in registers, as it is; tf32 would be moved.
+            below = tl.where(pairs_of_level(rows, level), -lower, 0.0)
             narrowed = found.to(tl.bfloat16)
             high, low = two_parts(below)
             high, low = two_parts(tl.dot(low, narrowed, tl.dot(high, narrowed)))
             found = tl.dot(narrowed, low, tl.dot(narrowed, high, found))
         else:
+            below = tl.where(pairs_of_level(rows, level), lower, 0.0)
             below = tl.dot(below, found, input_precision=PRECISION)
-            found += tl.dot(found, below, input_precision=PRECISION)
+            found -= tl.dot(found, below, input_precision=PRECISION)
     return found
 
 
