@@ -9,22 +9,30 @@ section 4.3; RoFormer (Su et al. 2021), section 3.2.2.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from saccade.gpu import paged_view, tensor_view
 from saccade.gpu.device_ops import as_fp8_bytes, as_int8, divided, row_scales
-from saccade.gpu.language import tl, triton
+from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
 from saccade.gpu.launcher import Launch, current_device, next_width
 from saccade.gpu.paged_view import slot_pointers
 from saccade.gpu.signature import Stride
 from saccade.gpu.tensor_view import View, row_pointers
-from saccade.ops.attention.triton.call_spec import remembered
+from saccade.ops.attention.triton.call_spec import architecture, remembered
+from saccade.ops.paged_attention.triton.configs import CHAINS
 
 ROWS = 8  # that a program writes
 FLOAT8 = torch.float8_e4m3fn
+
+
+class WriteMeta(NamedTuple):
+    """How the kernel runs, known when it is compiled; `write_pages` says what each is."""
+
+    ROWS: int
+    CHAINED: bool
 
 
 @triton.jit(do_not_specialize=["num_slots"])
@@ -33,10 +41,17 @@ def write_pages(
     cos, sin, slot_mapping, num_rows, num_slots,
     HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr,
     HEAD_WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PAGE_SIZE: tl.constexpr,
-    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+    PAIRS: tl.constexpr, INTERLEAVED: tl.constexpr, META: tl.constexpr,
 ):  # fmt: skip
-    """One program: ROWS rows, a row being one head of one token."""
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    """One program: ROWS rows, a row being one head of one token.
+
+    CHAINED: it may start before the kernel in front of it has ended, and waits for that here;
+    attention may start while this one runs, and waits likewise.
+    """
+    if META.CHAINED:
+        gdc_wait()
+        gdc_launch_dependents()
+    rows = tl.program_id(0) * META.ROWS + tl.arange(0, META.ROWS)
     exist = rows < num_rows
     tokens, heads = (rows // HEADS)[:, None], (rows % HEADS)[:, None]
     slots = tl.load(slot_mapping + rows // HEADS, mask=exist, other=-1)[:, None]
@@ -131,12 +146,7 @@ def write(
     launch = remembered(
         _launches,
         (*kinds, key.device, interleaved),
-        lambda: Launch(
-            write_pages,
-            _constants(key, value, key_pages, cos, interleaved),
-            # Rounded after each operation, as PyTorch does.
-            {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False},
-        ),
+        lambda: _launch(_constants(key, value, key_pages, cos, interleaved)),
     )
     num_rows = key.shape[0] * key.shape[1]
 
@@ -154,6 +164,14 @@ def write(
     launch(-(-num_rows // ROWS), current_device(key), tensors, arguments)
 
 
+def _launch(constants: dict[str, Any]) -> Launch:
+    # Rounded after each operation, as PyTorch does.
+    options = {"num_warps": 4, "num_stages": 1, "enable_fp_fusion": False}
+    if constants["CHAINED"]:
+        options["launch_pdl"] = True
+    return Launch(write_pages, constants, options, meta=WriteMeta)
+
+
 def _constants(
     key: Tensor, value: Tensor, key_pages: Tensor, cos: Tensor | None, interleaved: bool
 ) -> dict[str, Any]:
@@ -167,6 +185,7 @@ def _constants(
         "PAIRS": 0 if cos is None else cos.shape[1],
         "INTERLEAVED": interleaved,
         "ROWS": ROWS,
+        "CHAINED": architecture(key) in CHAINS,
     }
 
 

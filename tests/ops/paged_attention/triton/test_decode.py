@@ -39,8 +39,10 @@ interpreted = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _prepared_anew() -> Iterator[None]:
+    call_cache.forget()  # or a call like one of another test takes what was prepared there
     paged_host._forwards.clear()
     yield
+    call_cache.forget()
     paged_host._forwards.clear()
 
 
@@ -100,6 +102,47 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
     lengths = ((2, 90), (2, 0), (2, 33))
     check(make_paged_case(lengths=lengths, mask=mask, kv_heads=1, group=3, sinks=True))
     check(make_paged_case(lengths=lengths[:1], mask=mask, kv_heads=2, group=3))
+
+
+@interpreted
+@pytest.mark.parametrize("processors", [3, 40])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_program_may_have_one_tile(
+    monkeypatch: pytest.MonkeyPatch, packed: bool, processors: int
+) -> None:
+    """Or, where a packed call has programs to spare, none but what sets a work tile up."""
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: processors)
+    monkeypatch.setattr(paged_configs, "LONG_TILE", 1)
+    for mask in ("none", "causal"):
+        lengths = ((1, 90), (1, 0), (1, 33), (1, 1))
+        check(make_paged_case(lengths=lengths, mask=mask, kv_heads=2, packed=packed, sinks=True))
+    (launches,) = next(iter(paged_host._forwards.values())).passes
+    assert launches.of.least_payload == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "wanted"),  # least payload, partial results at once, whether one warp merges them
+    [
+        ({}, (1, 32, True)),
+        ({"config": (16, 64, 4, 4, 2)}, (2, 32, True)),
+        ({"value_width": 512}, (1, 32, False)),
+        ({"query_len": 0}, (1, 16, True)),
+        ({"chunks": True, "config": (128, 64, 8, 3, 1)}, (2, 64, False)),
+        ({"splits": 4}, (paged_configs.FIXED_PAYLOAD, 16, True)),
+        ({"splits": 4, "query_len": 0}, (paged_configs.FIXED_PAYLOAD, 16, True)),
+    ],
+    ids=str,
+)
+def test_how_little_a_program_has_and_how_parts_are_merged(
+    changes: dict[str, Any], wanted: tuple[int, int, bool]
+) -> None:
+    given: dict[str, Any] = {"config": (16, 128, 4, 3, 1), "heads": 4, "value_width": 128,
+                             "query_len": 1, "splits": 0} | changes  # fmt: skip
+    given["config"] = paged_configs.PagedConfig(*given["config"])
+    others = dict.fromkeys(paged_kind.Pass._fields, 0) | {"groups": 1, "group": 4}
+    others |= {"heads_in_tile": 4, "programs": 132, "rows": (0, 1)}
+    found = paged_kind.Pass(**{**others, **given})
+    assert (found.least_payload, found.merged_at_once, found.merges_by_one_warp) == wanted
 
 
 @interpreted

@@ -352,7 +352,10 @@ class Pass(NamedTuple):
     @property
     def least_payload(self) -> int:
         """Steps of a payload at least."""
-        return paged_configs.FIXED_PAYLOAD if self.splits else paged_configs.LEAST_PAYLOAD
+        if self.splits:
+            return paged_configs.FIXED_PAYLOAD
+        long_tiles = self.config.kv_tile >= paged_configs.LONG_TILE
+        return 1 if long_tiles else paged_configs.LEAST_PAYLOAD
 
     @property
     def most_splits(self) -> int:
@@ -413,10 +416,19 @@ class Pass(NamedTuple):
         return -(-rows // self.merged_rows)
 
     @property
+    def merges_by_one_warp(self) -> bool:
+        """Whether a merging program is one warp, whose numbers fit its registers: programs that
+        wait beside those that attend to few rows slow them down less."""
+        return not self.chunks and self.value_width <= 128
+
+    @property
     def merged_at_once(self) -> int:
-        """Partial results that are added together: as many as a work tile has if all are alike."""
+        """Partial results that are added together. Of equal bits in any batch there are as many at
+        once in all calls."""
+        if self.merges_by_one_warp:
+            return 32 if self.few_work_tiles and not self.splits else 16
         most = 64 if self.value_width <= 128 else 32
-        parts = (
+        parts = (  # as many as a work tile has if all are alike
             self.programs // max(self.few_work_tiles * self.groups, 1) if self.few_work_tiles else 1
         )
         return min(max(next_width(parts), 16), most)

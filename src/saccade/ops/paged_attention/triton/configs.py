@@ -42,7 +42,8 @@ class PagedProblem(NamedTuple):
 
 CONVERTS_FP8 = ("sm_89", "sm_90", "sm_100", "sm_120")  # float8_e4m3fn, that is
 CHAINS = ("sm_90", "sm_100", "sm_120")  # programmatic dependent launch
-LEAST_PAYLOAD = 2  # steps that are worth a program
+LEAST_PAYLOAD = 2  # steps that are worth a program; one of so many keys is by itself:
+LONG_TILE = 128
 # With batch_invariant=True work tiles are cut every so many steps, or into MOST_SPLITS parts;
 # chunks are not cut at all, as partial results of all their tiles would take too much memory.
 FIXED_PAYLOAD = 33

@@ -65,7 +65,7 @@ class PassLaunches:
         self.attention = Launch(
             attention_pages,
             {**shared, **splits, **last},
-            options | (early if of.planned else {}),
+            options | early,
             meta=DecodeMeta,
         )
         names = ("GROUP", "VALUE_DIM", "VALUE_WIDTH")
@@ -73,9 +73,9 @@ class PassLaunches:
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
         merge |= {"ROW_PARTS": of.merge_parts, "PARTIALS": of.merged_at_once} | splits
         merge |= {"WORK_TILES": of.few_work_tiles, "CHAINED": of.chains}
-        self.merge = Launch(
-            merge_partials, merge, {"num_warps": 4, "num_stages": 1, **early}, meta=CombineMeta
-        )
+        warps = 1 if of.merges_by_one_warp else 4
+        options = {"num_warps": warps, "num_stages": 1, **early}
+        self.merge = Launch(merge_partials, merge, options, meta=CombineMeta)
         merged = of.few_work_tiles * of.groups or of.programs  # work tiles, or notes of programs
         self.merging = merged * of.merge_parts if of.may_cut else 0  # programs
         self.plan = Launch(plan_pages, of.plan_constants, {"num_warps": 1, "num_stages": 1})
