@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from saccade.demo.model import ByteModel, DemoModelShape, export
-from saccade.serving import command
+from saccade.serving import command, launch
 from saccade_cli import app
 
 SHAPE = DemoModelShape(32, 4, 2, 48, windows=(8, None), context=96)
@@ -132,7 +132,7 @@ def test_the_live_table_shows_who_writes(folder):
 def test_ranks_are_not_started_without_accelerate(folder, monkeypatch):
     monkeypatch.setattr(command, "find_spec", lambda name: None)
     started = []
-    monkeypatch.setattr(command.launch, "run_ranks", lambda *given: started.append(given) or 0)
+    monkeypatch.setattr(launch, "run_ranks", lambda *given: started.append(given) or 0)
     done = CliRunner().invoke(app, ["serve", str(folder), "--nproc", "2"])
     assert done.exit_code == 2 and not started
     assert "--nproc: models over ranks need accelerate" in done.output

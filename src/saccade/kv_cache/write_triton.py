@@ -5,7 +5,7 @@ section 4.3; RoFormer (Su et al. 2021), section 3.2.2.
 """
 
 # To Triton a condition on a constexpr is no branch: what one sets, the next may read.
-# pyright: reportPossiblyUnboundVariable=false
+# pyright: reportPossiblyUnboundVariable=false, reportAttributeAccessIssue=false
 
 from __future__ import annotations
 

@@ -63,7 +63,8 @@ class Sampling:
             None: all.
         top_p: only the likeliest tokens that together hold this much of the probability.
         min_p: only tokens that have this much of the likeliest one's probability.
-        seed: equal seeds draw equal numbers, whatever else the engine serves.
+        seed: equal seeds draw equal numbers, whatever else the engine serves. 0 if it is not given,
+            so that the same request draws the same text.
         logprobs: how many of the likeliest tokens are given with their log probabilities, by the
             logits as the model gave them, beside the chosen one's. None: not even that.
 
