@@ -155,6 +155,24 @@ class Meanwhile:
                 self._undo()
 
 
+def wrapped(name: str, wrapper: type[Any]) -> Meanwhile:
+    """What Triton's compiler for NVIDIA calls by a name, inside of a wrapper of ours meanwhile."""
+
+    def replace() -> None:
+        from triton.backends.nvidia import compiler
+
+        if not isinstance(getattr(compiler, name), wrapper):
+            setattr(compiler, name, wrapper(getattr(compiler, name)))
+
+    def restore() -> None:
+        from triton.backends.nvidia import compiler
+
+        if isinstance(getattr(compiler, name), wrapper):
+            setattr(compiler, name, getattr(compiler, name).whole)
+
+    return Meanwhile(replace, restore)
+
+
 def needed(target: GPUTarget) -> Workarounds:
     """What this Triton needs for a target."""
     if target.backend != "cuda":
@@ -231,21 +249,7 @@ class _Assembler:
         return self.whole(BLACKWELL if _stage.on_hopper and not named else arch)
 
 
-def _replace_choice() -> None:
-    from triton.backends.nvidia import compiler
-
-    if not isinstance(compiler.get_ptxas, _Assembler):
-        compiler.get_ptxas = _Assembler(compiler.get_ptxas)
-
-
-def _restore_choice() -> None:
-    from triton.backends.nvidia import compiler
-
-    if isinstance(compiler.get_ptxas, _Assembler):
-        compiler.get_ptxas = compiler.get_ptxas.whole
-
-
-_newer_assembler = Meanwhile(_replace_choice, _restore_choice)
+_newer_assembler = wrapped("get_ptxas", _Assembler)
 
 
 def worked_around(target: GPUTarget) -> AbstractContextManager[None]:
@@ -307,18 +311,4 @@ class _Scalars:
         return self.whole.optimize_module(*arguments, **options)
 
 
-def _replace_llvm() -> None:
-    from triton.backends.nvidia import compiler
-
-    if not isinstance(compiler.llvm, _Scalars):
-        compiler.llvm = _Scalars(compiler.llvm)
-
-
-def _restore_llvm() -> None:
-    from triton.backends.nvidia import compiler
-
-    if isinstance(compiler.llvm, _Scalars):
-        compiler.llvm = compiler.llvm.whole
-
-
-_scalars = Meanwhile(_replace_llvm, _restore_llvm)
+_scalars = wrapped("llvm", _Scalars)
