@@ -6,6 +6,8 @@ Files are run longest first: a worker that gets one of these last leaves the oth
 import gc
 import importlib.util
 import os
+import random
+import zlib
 from pathlib import Path
 
 import jaxtyping
@@ -94,8 +96,19 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     gc.enable()
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--seed 1` draws other random numbers; a test alone has those that it has among others."""
+    parser.addoption("--seed", default="0", help="what random numbers of all tests come from")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Check shapes where operations are tested: it takes a third of the time of what calls them."""
+    """Seed random numbers by the test's own name, and check shapes where operations are tested.
+
+    Checking shapes takes a third of the time of what calls operations.
+    """
+    seed = zlib.crc32(f"{item.nodeid} {item.config.getoption('--seed')}".encode())
+    torch.manual_seed(seed)
+    random.seed(seed)
     folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
     jaxtyping.config.update("jaxtyping_disable", folder in CALLERS)
 

@@ -211,3 +211,51 @@ def test_inf_that_a_row_sees_shows_in_its_output(dtype: torch.dtype, of: str, ca
     assert shown.any()
     assert not output[shown].isfinite().all(-1).any()
     assert lse.shape == shown.shape
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("of", ["query", "key"])
+@pytest.mark.parametrize("how", ["full", "causal", "window", "packed heads"])
+def test_inf_that_makes_all_scores_of_a_row_minus_inf_shows(
+    dtype: torch.dtype, of: str, how: str
+) -> None:
+    heads = 4 if how == "packed heads" else 2
+    query = torch.randn(1, heads, 64, 64).to(dtype)
+    key, value = torch.randn(2, 1, 2, 64, 64).to(dtype).unbind()
+    key[..., 3] = -key[..., 3].abs() - 1
+    if of == "query":
+        query[0, 0, 2, 3] = torch.inf
+    else:
+        query[..., 3] = query[..., 3].abs() + 1
+        key[0, 0, : 64 if how in ("full", "packed heads") else 3, 3] = -torch.inf
+    mask = saccade.masks.window(7) if how == "window" else None
+    options = {"causal": how == "causal", "mask": mask, "return_lse": True}
+    output, lse = saccade.attention(query, key, value, **options)
+    expected, of_reference = saccade.attention(
+        query, key, value, implementation="reference", **options
+    )
+    assert output[0, 0, 2].isnan().all()
+    assert lse[0, 0, 2].isnan()
+    # The reference says NaN wherever a row sees inf, though a score of -inf may weigh nothing.
+    assert expected[output.isnan()].isnan().all()
+    assert of_reference[lse.isnan()].isnan().all()
+
+
+def test_scores_below_all_numbers_weigh_nothing():
+    query, key, value = torch.randn(3, 1, 2, 64, 64).unbind()
+    key[..., 3] = -1e5
+    query[0, 0, 2, 3] = 3e38
+    output, lse = saccade.attention(query, key, value, return_lse=True)
+    expected, of_reference = saccade.attention(
+        query, key, value, implementation="reference", return_lse=True
+    )
+    assert of_reference[0, 0, 2] == lse[0, 0, 2] == -torch.inf
+    assert (expected[0, 0, 2] == 0).all()
+    assert (output[0, 0, 2] == 0).all()
+
+
+def test_rows_whose_one_score_is_0_keep_their_lse():
+    query, key, value = torch.zeros(3, 1, 2, 64, 64).unbind()
+    output, lse = saccade.attention(query, key, value, causal=True, return_lse=True)
+    assert (output == 0).all()
+    torch.testing.assert_close(lse, torch.arange(1, 65).log().expand(1, 2, 64))

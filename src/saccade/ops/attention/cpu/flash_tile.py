@@ -124,24 +124,18 @@ def forward(
     memory.
     """
     value_dim = value.shape[-1]
-    heads, rows = query.shape[1:3]
+    batch, heads, rows = query.shape[:3]
     packing = _heads_to_pack(query, key, partial, causal)
     dim = max(query.shape[-1], value_dim)
     query, scale = _with_positive_scale(query, scale)
-    output, lse = _forward(
-        _pack(_widen(query, dim), packing),
-        _widen(key, dim),
-        _widen(value, dim),
-        0.0,
-        causal,
-        attn_mask=_bias(partial, query, key, packing),
-        scale=scale,
-    )
-    output, lse = _unpack(output, heads, rows)[..., :value_dim], _unpack(lse, heads, rows)
-    output = _as_lse_says(output, lse)
-    if partial is not None and partial.blind is not None:  # the kernel says lse 0 for such a row
-        lse = lse.masked_fill(partial.blind, -torch.inf)
-    return output, lse
+    packed = _pack(_widen(query, dim), packing)
+    key, value = _widen(key, dim), _widen(value, dim)
+    bias = _bias(partial, query, key, packing)
+    blind = None
+    if partial is not None and partial.blind is not None:
+        blind = _pack(partial.blind.expand(batch, heads, rows), packing)
+    output, lse = _attend(packed, key, value, scale, causal, bias, blind)
+    return _unpack(output, heads, rows)[..., :value_dim], _unpack(lse, heads, rows)
 
 
 def forward_rows(
@@ -150,26 +144,22 @@ def forward_rows(
     value: Float[Tensor, "batch kv_heads keys value_dim"],
     scale: float,
     bias: Float[Tensor, "batch 1 heads_per_kv_head keys"] | None,
+    blind: Bool[Tensor, "batch 1 1"] | None = None,
 ) -> tuple[Float[Tensor, "batch query_heads 1 value_dim"], Float[Tensor, "batch query_heads 1"]]:
     """`forward` for one query row of each sequence.
 
-    bias: 0 where visible, -inf where hidden; None: all are visible. A row must see some key.
+    Args:
+        bias: 0 where visible, -inf where hidden; None: all are visible.
+        blind: the sequences whose row sees nothing; None if none are.
     """
     batch, heads, head_dim = query.shape[0], query.shape[1], query.shape[-1]
     kv_heads, value_dim = key.shape[1], value.shape[-1]
     dim = max(head_dim, value_dim)
     query, scale = _with_positive_scale(query, scale)
-    output, lse = _forward(
-        _widen(query, dim).reshape(batch, kv_heads, heads // kv_heads, dim),
-        _widen(key, dim),
-        _widen(value, dim),
-        0.0,
-        False,
-        attn_mask=bias,
-        scale=scale,
-    )
+    packed = _widen(query, dim).reshape(batch, kv_heads, heads // kv_heads, dim)
+    key, value = _widen(key, dim), _widen(value, dim)
+    output, lse = _attend(packed, key, value, scale, False, bias, blind)
     output, lse = output.reshape(batch, heads, 1, dim), lse.reshape(batch, heads, 1)
-    output = _as_lse_says(output, lse)
     return output if value_dim == dim else output[..., :value_dim], lse
 
 
@@ -212,13 +202,46 @@ def backward(
     return grad_query[..., :head_dim], grad_key[..., :head_dim], grad_value[..., :value_dim]
 
 
-def _as_lse_says(output: Tensor, lse: Tensor) -> Tensor:
-    """The output with NaN in rows whose lse is NaN or inf.
+def _attend(
+    query: Float[Tensor, "batch heads rows dim"],
+    key: Float[Tensor, "batch kv_heads keys dim"],
+    value: Float[Tensor, "batch kv_heads keys dim"],
+    scale: float,
+    causal: bool,
+    bias: Tensor | None,
+    blind: Bool[Tensor, "#batch #heads #rows"] | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and lse as the kernel has them, but right in the rows where it is not.
 
-    In bfloat16 the kernel has finite numbers there, mostly 0, where a row sees inf.
+    - Where a row's lse is NaN or inf, so is its output NaN. In bfloat16 the kernel has finite
+      numbers there, mostly 0.
+    - Where all scores of a row are -inf, the kernel says 0 for output and lse. A row that is blind,
+      or whose scores left the range of numbers, has the lse -inf; where a row of queries or keys
+      holds NaN or inf, output and lse are NaN.
     """
-    beyond = ~(lse < torch.inf)
-    return output.masked_fill(beyond.unsqueeze(-1), torch.nan) if bool(beyond.any()) else output
+
+    def attended(value: Tensor) -> tuple[Tensor, Tensor]:
+        return _forward(query, key, value, 0.0, causal, attn_mask=bias, scale=scale)
+
+    output, lse = attended(value)
+    odd = (lse / lse).isnan()  # 0, inf or NaN
+    if not bool(odd.any()):
+        return output, lse
+    nonfinite = ~(lse < torch.inf)
+    empty = lse == 0
+    if blind is not None:
+        lse = lse.masked_fill(blind, -torch.inf)
+        empty &= ~blind
+    empty &= (output == 0).all(-1)
+    if bool(empty.any()):
+        of_weights = attended(torch.ones_like(value))[0][..., 0]  # their sum, over itself
+        empty &= of_weights == 0
+        lse = lse.masked_fill(empty, -torch.inf)
+        of_keys = ~key.isfinite().flatten(2).all(-1, keepdim=True)
+        of_keys = of_keys.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
+        nonfinite |= empty & (~query.isfinite().all(-1) | of_keys)
+        lse = lse.masked_fill(nonfinite & empty, torch.nan)
+    return output.masked_fill(nonfinite.unsqueeze(-1), torch.nan), lse
 
 
 def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:

@@ -367,11 +367,7 @@ def attend_group(
     value = side_by_side("value", inputs.value_pages, group.value_parts, batch, group.kv_len)
 
     def computed() -> tuple[Tensor, Tensor]:
-        output, lse = flash_tile.forward_rows(query, key, value, variant.scale, group.bias)
-        if group.blind is not None:
-            output = output.masked_fill(group.blind.unsqueeze(-1), 0)
-            lse = lse.masked_fill(group.blind, -torch.inf)
-        return output, lse
+        return flash_tile.forward_rows(query, key, value, variant.scale, group.bias, group.blind)
 
     output, lse = computed()
     if not math.isfinite(output.sum().item()):
