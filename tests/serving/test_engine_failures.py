@@ -350,6 +350,12 @@ def test_cancelled_requests_give_their_pages_back(after):
         ([1] * 90, {"max_new_tokens": 20}, ValueError, "need 28 pages; takes what fits into 24"),
         ([1], {"max_new_tokens": 256}, ValueError, "max_new_tokens: got 256 .* at most 255"),
         ([1], {"max_new_tokens": 0}, ValueError, "max_new_tokens: got 0, takes 1 or more"),
+        (
+            [1],
+            {"max_new_tokens": 4, "min_new_tokens": 5},
+            ValueError,
+            "min_new_tokens: got 5, takes at most max_new_tokens, 4",
+        ),
         ([1], {"max_new_tokens": 4, "temperature": -1}, ValueError, "temperature: got -1"),
         ([1], {"max_new_tokens": 4, "stop": "x"}, ValueError, "stop: got texts where tokenizer"),
         ([1], {"max_new_tokens": 4, "seed": "a"}, TypeError, "seed: got str"),

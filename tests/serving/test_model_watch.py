@@ -31,6 +31,12 @@ def tokens(engine: saccade.Engine) -> list[int]:
     return engine.generate([PROMPT], max_new_tokens=NEW, stop_tokens=())[0].tokens
 
 
+def cached(engine: saccade.Engine) -> int:
+    """Tokens of a second request like one before that are found again."""
+    longer = PROMPT + tokens(engine)
+    return engine.generate([longer], max_new_tokens=1)[0].statistics.cached_tokens
+
+
 def wanted(model: Any) -> list[int]:
     """Greedy tokens without a cache, by a copy."""
     peer = copy.deepcopy(model).eval()
@@ -153,6 +159,50 @@ def test_graphs_read_the_weights_where_they_lay(replace, monkeypatch):
     other_weights(model, replace)
     with pytest.raises(RuntimeError, match=r"was .*, whose memory CUDA graphs read; .*LlamaFor"):
         tokens(engine)
+
+
+def turn_otherwise(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(3.0)
+
+
+def replace_rotations(model: Any) -> None:
+    model.model.rotary_emb.inv_freq = model.model.rotary_emb.inv_freq * 3.0
+
+
+@pytest.mark.parametrize("change", [turn_otherwise, replace_rotations])
+def test_buffers_count_as_weights(change):
+    model = model_of()
+    for parameter in model.parameters():
+        parameter.data.mul_(20)  # positions change its tokens
+    engine = engine_of(model)
+    before = tokens(engine)
+    assert tokens(engine) == before
+    assert cached(engine)
+    change(model)
+    assert tokens(engine) == wanted(model) != before
+
+
+def test_graphs_read_buffers_where_they_lay(monkeypatch):
+    with_graphs(monkeypatch)
+    model = model_of()
+    engine = engine_of(model, cuda_graphs=True, compile=False, warm_up=False)
+    assert tokens(engine) == wanted(model)
+    replace_rotations(model)
+    with pytest.raises(RuntimeError, match=r"inv_freq was replaced, whose memory CUDA graphs read"):
+        tokens(engine)
+
+
+def test_buffers_that_a_pass_writes_are_no_weights():
+    rotations = {
+        "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 2.0,
+    }  # fmt: skip
+    model = tiny_models.llama(rope_parameters=rotations)
+    engine = engine_of(model)
+    version = engine._model.weights_version()
+    assert tokens(engine) == tokens(engine)
+    assert cached(engine)
+    assert engine._model.weights_version() == version
 
 
 def test_an_engine_that_moves_weights_is_noticed_by_one_that_was_there(monkeypatch):

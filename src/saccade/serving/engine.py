@@ -63,7 +63,8 @@ class Engine:
         max_batch_tokens: tokens of one step; longer prompts are read in chunks.
         max_sequences: requests that run at once.
         max_length: tokens of a prompt and what follows it, at most as many as the model has
-            positions for, if it looks them up in a table. None: the model's limit.
+            positions for, if it looks them up in a table, or turns alike however long others are
+            (rope types "longrope" and "dynamic" do not, past a length). None: the model's limit.
         preemption: "swap" moves the pages of a request that must wait to host memory,
             "recompute" gives them up.
         host_pages: the same of host memory, which beside a GPU is page-locked. None: none with
@@ -271,7 +272,9 @@ class Engine:
         tokens, limits = self._checked(prompt, options)
         samples = []
         for sample in range(n):
-            sampling = read_sampling(options, seed + sample, self._model.vocabulary)
+            sampling = read_sampling(
+                options, seed + sample, limits.max_new_tokens, self._model.vocabulary
+            )
             samples.append(self._request(next(self._arrivals), tokens, sampling, limits))
         leader, *leader.followers = samples
         self._worker.submit(leader)

@@ -310,14 +310,17 @@ class PackedModel:
         model.set_attn_implementation("saccade")
         self._model = model.eval()
         self._renewals = 0
-        self.watch()
         self.step_layers: StepLayers | None = None
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.longest: int | None = getattr(config, "max_position_embeddings", None)
         self.device: torch.device = model.device
         self.latent_layers = integrations.transformers.LatentLayers.of(model) if latents else None
+        before = self.buffers()
         layers = self._layers_found()
+        after = self.buffers()
+        self._written_by_passes = {name for name in before if before[name] != after.get(name)}
+        self.watch()
         self.numbers = {index: number for number, index in enumerate(layers)}
         self.layers = list(layers.values())
         self.dtype, self.latent = alike(self.layers) if layers else (model.dtype, False)
@@ -361,10 +364,17 @@ class PackedModel:
                 "evaluation mode: model.eval()"
             )
 
-    def weights_version(self) -> int:
-        """A number that grows whenever a weight is written in place.
+    def buffers(self) -> dict[str, tuple[int, int]]:
+        """Which tensor each of the model's buffers is, and how often it was written."""
+        return {
+            name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
+            for name, buffer in self._model.named_buffers()
+        }
 
-        Weights of inference mode count no writes, and neither does what is written through `.data`.
+    def weights_version(self) -> int:
+        """A number that grows whenever a weight is written in place, or a buffer.
+
+        Tensors of inference mode count no writes, and neither does what is written through `.data`.
         """
         # More than any weight is written, so that no number comes twice.
         return (self._renewals << 48) + sum(weight._version for weight in self._weights)
@@ -372,8 +382,8 @@ class PackedModel:
     def watch(self) -> None:
         """From now on the model is to be what it is."""
         self._renewals += 1
-        self._weights = [each for each in self._model.parameters() if not each.is_inference()]
-        self._watch = ModelWatch(self._model)
+        self._watch = ModelWatch(self._model, self._written_by_passes)
+        self._weights = [each for each in self._watch.weights if not each.is_inference()]
 
     def seems_same(self) -> bool:
         """Whether nothing hints at a change of the model since; takes a microsecond or two."""

@@ -6,13 +6,13 @@ at all by graphs that read the memory from before. Looking at all of a model tak
 done when requests come. In each step it is looked at only where something hints at a change:
 PyTorch calls a hook whenever any module or parameter is registered anywhere, which is counted here
 where a watched module gets it, and one module and one weight are compared in turn: a cast changes
-all weights.
+all weights. Buffers are weights too (biases of routers, scales), but for those that a pass writes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from typing import Any, ClassVar, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -56,10 +56,10 @@ register_module_parameter_registration_hook(Registrations.note)
 
 
 class Weight(NamedTuple):
-    """A parameter as an engine has found it."""
+    """A parameter or a buffer as an engine has found it."""
 
     name: str
-    holder: dict[str, Any]  # a module's parameters, by `key`
+    holder: dict[str, Any]  # a module's parameters or buffers, by `key`
     key: str
     parameter: Tensor
     dtype: torch.dtype
@@ -113,11 +113,20 @@ class Change(NamedTuple):
 
 
 class ModelWatch:
-    """A model's modules and weights, as they are now."""
+    """A model's modules and weights, as they are now.
 
-    def __init__(self, model: Module):
-        self._model = model
+    Args:
+        written_by_passes: names of buffers that are no weights.
+    """
+
+    def __init__(self, model: Module, written_by_passes: Container[str] = ()):
+        self._model, self._written_by_passes = model, written_by_passes
         self.renew()
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """Parameters and buffers that are watched."""
+        return [weight.parameter for weight in self._weights]
 
     def renew(self) -> None:
         """Take the model as it is now for what it is to be."""
@@ -128,7 +137,9 @@ class ModelWatch:
             for name, module in self._model.named_modules()
             if module._modules
         ]
-        self._weights = [*_weights(self._model)]
+        self._weights = [
+            weight for weight in _weights(self._model) if weight.name not in self._written_by_passes
+        ]
         self._weight_in_turn = itertools.cycle(self._weights)
         self._module_in_turn = itertools.cycle(self._modules)
         configs = (getattr(module, "config", None) for module in self._model.modules())
@@ -174,10 +185,11 @@ class ModelWatch:
 
 def _weights(model: Module) -> Iterator[Weight]:
     for prefix, module in model.named_modules():
-        for key, parameter in module._parameters.items():
-            # Offloaded weights are brought, as others, for each pass.
-            if parameter is not None and parameter.device.type != "meta":
-                yield Weight.of(f"{prefix}.{key}".lstrip("."), module._parameters, key)
+        for holder in module._parameters, module._buffers:
+            for key, tensor in holder.items():
+                # Offloaded weights are brought, as others, for each pass.
+                if tensor is not None and tensor.device.type != "meta":
+                    yield Weight.of(f"{prefix}.{key}".lstrip("."), holder, key)
 
 
 def _replaced(name: str, modules: dict[str, Any], before: tuple[Any, ...]) -> str:

@@ -4,6 +4,10 @@ Learned positions are rows of a table, and so are rotations that a model has mad
 request that runs past the last row fails, on a GPU for the whole process. Rotations that are worked
 out from the position have no end. Which of these a model does is told by a pass over one row at the
 last position, with every index compared with its table before it is used.
+
+Some rotations ("longrope", "dynamic") are other ones in passes that go past a length: by the same
+pass, one long request would turn the rows of all short ones otherwise. They are told by buffers
+that a pass over a row at the last position leaves with other numbers.
 """
 
 from __future__ import annotations
@@ -80,21 +84,58 @@ def positions_within(model: PackedModel, length: int) -> int | None:
     return None
 
 
+def positions_alike(model: PackedModel, length: int) -> int | None:
+    """How many positions have rotations that are the same whatever else is in a step, if fewer than
+    `length`."""
+
+    def pass_over(position: int) -> None:
+        model.probe(1, first=position)
+
+    pass_over(0)
+    before = model.buffers()
+    pass_over(length - 1)
+    after = model.buffers()
+    written = [name for name in after if after[name] != before.get(name)]
+
+    def rotations(position: int) -> list[Tensor]:
+        pass_over(0)  # "dynamic" keeps those of a long pass until a short one
+        pass_over(position)
+        return [model.module.get_buffer(name).clone() for name in written]
+
+    def are_first(position: int) -> bool:
+        found = rotations(position)
+        return all(torch.equal(*pair) for pair in zip(found, first, strict=True))
+
+    first = rotations(0)
+    if are_first(length - 1):
+        return None
+    alike, other = 0, length - 1
+    while other - alike > 1:
+        middle = (alike + other) // 2
+        alike, other = (middle, other) if are_first(middle) else (alike, middle)
+    pass_over(0)
+    return other
+
+
 def read_max_length(model: PackedModel, max_length: int | None) -> int:
     """The tokens of a request at most.
 
     Raises:
-        TypeError, ValueError: naming max_length, if it is more than the model has positions for.
+        TypeError, ValueError: naming max_length, if it is more than the model has positions for, or
+            more than it turns alike beside a longer request.
     """
     asked = max_length
     if asked is None:
         asked = model.longest or UNLIMITED
     check_number("max_length", asked, least=2)
+    because = "which the model has positions for"
     most = positions_within(model, asked)
+    if most is None:
+        because = "past which the model's rotations follow the longest request of a step"
+        most = positions_alike(model, asked)
+    model.watch()  # a table may have grown
     if most is None:
         return asked
     if max_length is None and most >= 2:
         return most
-    raise ValueError(
-        f"max_length: got {asked}, takes at most {most}, which the model has positions for"
-    )
+    raise ValueError(f"max_length: got {asked}, takes at most {most}, {because}")

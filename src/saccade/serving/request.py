@@ -302,10 +302,17 @@ def read_limits(
 SAMPLING_OPTIONS = {each.name for each in fields(Sampling)} - {"seed"}
 
 
-def read_sampling(options: RequestOptions, seed: int, vocabulary: int) -> Sampling:
-    """How a request draws its tokens."""
+def read_sampling(
+    options: RequestOptions, seed: int, max_new_tokens: int, vocabulary: int
+) -> Sampling:
+    """How a request draws its tokens, of which there are max_new_tokens at most."""
     chosen: dict[str, Any] = {name: options[name] for name in options if name in SAMPLING_OPTIONS}
     sampling = Sampling(**chosen, seed=seed)
+    if sampling.min_new_tokens > max_new_tokens:
+        raise ValueError(
+            f"min_new_tokens: got {sampling.min_new_tokens}, takes at most max_new_tokens, "
+            f"{max_new_tokens}"
+        )
     for token in sampling.logit_bias:
         read_token("logit_bias", token, vocabulary)
     return sampling
