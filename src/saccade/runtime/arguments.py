@@ -415,6 +415,9 @@ KEY_PAGES = "[num_pages, kv_heads, page_size, head_dim]"
 VALUE_PAGES = "[num_pages, kv_heads, page_size, value_dim]"
 # Scales of e4m3 numbers: from float32's smallest normal number to what 448 times is its largest.
 SMALLEST_FACTOR, LARGEST_FACTOR = 2.0**-126, torch.finfo(torch.float32).max / 448
+# Rounding doubles small weights, so that outputs may be almost twice the largest value.
+LARGEST_VALUE_FACTOR = torch.finfo(torch.bfloat16).max / 448 / 2
+LARGEST_PRODUCT = 448.0**2  # of two e4m3 numbers
 PAGE_SCALES = "a floating-point tensor [num_pages, kv_heads, page_size]"
 LARGEST_PAGE = 1024
 PACKED_QUERY = "[tokens, query_heads, head_dim] with cu_seqlens_q"
@@ -467,19 +470,37 @@ def _check_query_scale(inputs: PagedInputs) -> None:
     check_factors("query_scale", scale, takes)
 
 
-def check_factors(name: str, scale: Tensor, takes: str) -> None:
+def check_score_range(
+    scales: Mapping[str, float], scale: float, head_dim: int, largest: float
+) -> None:
+    """Refuse factors of the scores of e4m3 rows by which these may leave float32.
+
+    scales: the largest of each argument, the first of which is named; largest: the size of the
+    largest score that there may be. Kernels take scores times log2(e).
+    """
+    if largest * math.log2(math.e) > torch.finfo(torch.float32).max:
+        (name, first), *others = scales.items()
+        beside = "".join(f"{other}, up to {size:.3g}, and " for other, size in others)
+        raise ValueError(
+            f"{name}: got up to {first:.3g}, which times {beside}scale, {scale:.3g}, makes scores "
+            f"of {head_dim} channels up to {largest:.3g}; takes what keeps them, times log2(e), in "
+            "float32"
+        )
+
+
+def check_factors(name: str, scale: Tensor, takes: str, largest: float = LARGEST_FACTOR) -> None:
     """Refuse a scale of numbers that no e4m3 row can be multiplied by, where they may be read.
 
-    Those below the smallest normal number have lost bits, and lose more in products; above, 448,
-    the largest number of a row, would become inf.
+    Those below the smallest normal number have lost bits, and lose more in products; above
+    LARGEST_FACTOR 448, the largest number of a row, would become inf.
     """
     if values_readable(scale):
-        wrong = ~((scale >= SMALLEST_FACTOR) & (scale <= LARGEST_FACTOR))
+        wrong = ~((scale >= SMALLEST_FACTOR) & (scale <= largest))
         if bool(wrong.any()):
             got = scale[wrong].flatten()[0].item()
             raise ValueError(
                 f"{name}: got {got}, takes finite numbers above 0, from {SMALLEST_FACTOR:.3g} to "
-                f"{LARGEST_FACTOR:.3g}: {takes}"
+                f"{largest:.3g}: {takes}"
             )
 
 

@@ -183,6 +183,7 @@ def prepare_paged(
     arguments.check_flag("return_lse", return_lse)
     arguments.check_flag("batch_invariant", batch_invariant)
     scale = arguments.resolve_scale(scale, query.shape[-1])
+    _check_score_range(inputs, scale)
     config = arguments.resolve_config(config, query.device)
     readable = arguments.values_readable(inputs.kv_lens)
     longest_k = int(inputs.kv_lens.max()) if readable and inputs.batch else None
@@ -212,6 +213,16 @@ def prepare_paged(
         batch_invariant=batch_invariant,
     )
     return inputs, variant, problem, config
+
+
+def _check_score_range(inputs: PagedInputs, scale: float) -> None:
+    """Refuse scales of e4m3 queries by which scores may leave float32, before keys' scales."""
+    found = inputs.query_scale
+    if found is None or not found.numel() or not arguments.values_readable(found):
+        return
+    head_dim, largest = inputs.query.shape[-1], float(found.max())
+    products = max(abs(scale), 1.0) * largest * arguments.LARGEST_PRODUCT * head_dim
+    arguments.check_score_range({"query_scale": largest}, scale, head_dim, products)
 
 
 def check_packing(

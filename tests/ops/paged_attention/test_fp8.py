@@ -142,6 +142,10 @@ def test_operator_and_empty_calls() -> None:
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "pages of another dtype": ({"pages": torch.int8}, "query: got torch.float8_e4m3fn over pages"),
     "a scale of 0": ({"query_scale": torch.tensor(0.0)}, "query_scale: got 0.0, takes finite"),
+    "infinite scores": (
+        {"query_scale": torch.tensor(1e34)},
+        "query_scale: got up to 1e.34, which times scale, .* makes scores of",
+    ),
     "NaN": ({"query_scale": torch.tensor(torch.nan)}, "query_scale: got nan, takes finite"),
     "another shape": ({"query_scale": torch.ones(3)}, r"query_scale: got shape \(3,\), takes a"),
     "another dtype": ({"query_scale": torch.ones((), dtype=F64)}, "query_scale: got torch.float64"),

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from saccade.ops.attention.cpu.fp8_tile import attend
-from saccade.ops.attention.cpu.segments import DenseProblem, Segment, clear_padding, parts_of
-from saccade.ops.attention_fp8.quantise import Quantised, dequantised, quantised
+from saccade.ops.attention.cpu.segments import DenseProblem, clear_padding, parts_of
+from saccade.ops.attention_fp8.quantise import operands, quantised
 from saccade.runtime.fp8_spec import (
     BLOCK_ROWS,
     Fp8Inputs,
@@ -32,12 +32,14 @@ def forward(
     output, lse = empty_fp8_results(inputs, quantisation.dtype)
     clear_padding(inputs.cu_seqlens_q, output)
     clear_padding(inputs.cu_seqlens_q, lse, dim=1, number=-torch.inf)
-    found = quantised(inputs, quantisation)
-    wide = Inputs(*dequantised(found.inputs, torch.float32), inputs.sinks, None, *inputs[7:])
+    found = operands(quantised(inputs, quantisation), variant.scale, torch.float32)
+    variant = variant._replace(scale=1.0)  # queries have it
+    wide = Inputs(*found[:3], inputs.sinks, None, *inputs[7:])
     nonfinite = not all(bool(rows.isfinite().all()) for rows in wide[:3])
     for part in parts_of(wide):
         dense = DenseProblem.of(part, wide, variant, config)
-        of_part = attend(dense, config.kv_tile or BLOCK_ROWS, nonfinite, shift=_shift(part, found))
+        shift = None if found.shift is None else part.lse(found.shift)
+        of_part = attend(dense, config.kv_tile or BLOCK_ROWS, nonfinite, shift=shift)
         part.queries(output).copy_(of_part[0])
         part.lse(lse).copy_(of_part[1])
     return output, lse
@@ -48,8 +50,3 @@ def prepared(
 ) -> Callable[[Fp8Inputs, Variant], tuple[Tensor, Tensor]]:
     """The forward pass for calls like this one; on a CPU nothing is worth preparing."""
     return lambda inputs, variant: forward(inputs, variant, config, quantisation)
-
-
-def _shift(part: Segment, found: Quantised) -> Tensor | None:
-    """What smoothing took from the products of a part's rows, [batch, heads, rows]."""
-    return None if found.shift is None else part.lse(found.shift)

@@ -9,7 +9,8 @@ Three steps, each of which leaves the scores what they are but for rounding:
 - scales: the largest number of a block of rows (or of a head, or of the tensor) takes the whole
   range of e4m3.
 
-What is NaN or inf takes part in no mean and no scale, and is NaN as an e4m3 number.
+What is NaN or inf takes part in no mean and no scale, and is NaN as an e4m3 number. All of it is in
+float64, as rows of bfloat16 have sums and products that float32 does not hold.
 
 Source: Shah et al. 2024 (FlashAttention-3), section 3.3; Zhang et al. 2024 (SageAttention),
 section 4.2.
@@ -18,6 +19,7 @@ section 4.2.
 from __future__ import annotations
 
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -41,7 +43,7 @@ class Quantised(NamedTuple):
     """A call of e4m3 rows with scales, and what smoothing took from the scores.
 
     Attributes:
-        shift: float32, one number for each query row ([batch, heads, rows], packed [heads, tokens])
+        shift: float64, one number for each query row ([batch, heads, rows], packed [heads, tokens])
             to be added to the products of its e4m3 numbers and scales; None: nothing.
     """
 
@@ -49,11 +51,24 @@ class Quantised(NamedTuple):
     shift: Tensor | None
 
 
+class Operands(NamedTuple):
+    """Rows whose products are scores, and values, as e4m3 numbers and scales say.
+
+    Attributes:
+        shift: as in `Quantised`, of the scores.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    shift: Tensor | None
+
+
 def quantised(inputs: Fp8Inputs, quantisation: Quantisation) -> Quantised:
     """The call with e4m3 rows; as it is, where they are e4m3 already."""
     if quantisation.mode == GIVEN:
         return Quantised(inputs, None)
-    query, key, value = (rows.float() for rows in inputs[:3])
+    query, key, value = (rows.double() for rows in inputs[:3])
     shift = None
     if quantisation.smooth:
         mean = mean_rows(key, inputs.cu_seqlens_k)
@@ -77,13 +92,13 @@ def quantised(inputs: Fp8Inputs, quantisation: Quantisation) -> Quantised:
 
 @functools.cache
 def transform(head_dim: int) -> Tensor:
-    """The orthogonal matrix of the channels: random signs, then Hadamard matrices.
+    """The orthogonal matrix of the channels, in float64: random signs, then Hadamard matrices.
 
     These are of the largest power of two that divides head_dim, up to WIDEST_TRANSFORM: as many of
     them as it takes, one beside the other.
     """
     size = transform_size(head_dim)
-    hadamard = torch.ones(1, 1)
+    hadamard = torch.ones(1, 1, dtype=torch.float64)
     while hadamard.shape[0] < size:
         above, below = torch.cat([hadamard, hadamard], 1), torch.cat([hadamard, -hadamard], 1)
         hadamard = torch.cat([above, below])
@@ -161,10 +176,10 @@ def _as_e4m3(rows: Tensor, offsets: Tensor | None, mode: str) -> tuple[Tensor, T
         found = of_heads(of_blocks, rows, offsets)
     else:
         found = of_blocks
-    scales = (found / LARGEST_E4M3).clamp_min(TINIEST)
+    scales = (found / LARGEST_E4M3).clamp_min(TINIEST).float()
     units = rows / scale_of_rows(scales, rows, offsets)
     numbers = units.clamp(-LARGEST_E4M3, LARGEST_E4M3)
-    return torch.where(finite, numbers, torch.nan).to(E4M3), scales
+    return torch.where(finite, numbers, torch.nan).float().to(E4M3), scales
 
 
 def of_heads(of_blocks: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:
@@ -207,14 +222,34 @@ def scale_of_rows(scale: Tensor | None, rows: Tensor, offsets: Tensor | None) ->
     return padded[sequence_of_rows(offsets, rows.shape[0])].unsqueeze(-1)
 
 
-def dequantised(inputs: Fp8Inputs, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values as their e4m3 numbers and scales say, in a wider dtype."""
+def operands(found: Quantised, scale: float, dtype: torch.dtype) -> Operands:
+    """The operands of a call whose scores have this factor.
+
+    A power of two goes from the scales of queries to those of keys, or back, so that both are of
+    one size: a large scale beside a small one, or a large factor, then takes no product out of the
+    range of float32 that belongs into it.
+    """
+    inputs, shift = found
+    of_query, of_key = (_largest_log2(each, inputs.query) for each in inputs[3:5])
+    of_factor = math.log2(abs(scale)) if scale else 0.0
+    power = torch.exp2(((of_query + of_factor - of_key) / 2).round())
     offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k
+    of_rows = [
+        scale_of_rows(each, rows, ends).double()
+        for rows, each, ends in zip(inputs[:3], inputs[3:6], offsets, strict=True)
+    ]
+    factors = of_rows[0] * (scale / power), of_rows[1] * power, of_rows[2]
     query, key, value = (
-        rows.to(dtype) * scale_of_rows(scale, rows, ends).to(dtype)
-        for rows, scale, ends in zip(inputs[:3], inputs[3:6], offsets, strict=True)
+        rows.to(dtype) * factor.to(dtype) for rows, factor in zip(inputs[:3], factors, strict=True)
     )
-    return query, key, value
+    return Operands(query, key, value, None if shift is None else (shift * scale).to(dtype))
+
+
+def _largest_log2(scale: Tensor | None, rows: Tensor) -> Tensor:
+    """The logarithm of the largest of a tensor's scales, in float64."""
+    if scale is None or not scale.numel():
+        return rows.new_zeros((), dtype=torch.float64)
+    return scale.amax().double().log2()
 
 
 def _rows_and_sequences(rows: Tensor, offsets: Tensor | None) -> tuple[int, int | None]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from saccade.modifiers import evaluate
 from saccade.modifiers.expression import Coordinates
 from saccade.ops.attention import reference as exact
-from saccade.ops.attention_fp8.quantise import dequantised, quantised
+from saccade.ops.attention_fp8.quantise import operands, quantised
 from saccade.runtime.fp8_spec import Fp8Inputs, Quantisation, rounded_weights
 from saccade.runtime.spec import Inputs, Variant
 
@@ -39,15 +39,13 @@ def attention(
     sums: the dtype of all arithmetic. round_weights: as the operation does; False leaves them
     exact, to tell their errors from those of queries, keys and values.
     """
-    found = quantised(inputs, quantisation)
-    wide = Inputs(
-        *dequantised(found.inputs, sums), inputs.sinks, None, *inputs[7:]
-    )  # channels and all else as in attention
+    found = operands(quantised(inputs, quantisation), variant.scale, sums)
+    variant = variant._replace(scale=1.0)  # queries have it
+    wide = Inputs(*found[:3], inputs.sinks, None, *inputs[7:])
     dense, at, reachable = exact.lay_out(wide)
-    shift = None
-    if found.shift is not None:
-        shift = found.shift.to(sums)
-        shift = shift.unsqueeze(0) if inputs.cu_seqlens_q is not None else shift
+    shift = found.shift
+    if shift is not None and inputs.cu_seqlens_q is not None:
+        shift = shift.unsqueeze(0)
     output, lse = _attend(dense, variant, at, reachable, shift, round_weights)
     output = output.to(quantisation.dtype)
     if inputs.cu_seqlens_q is not None:
@@ -70,7 +68,7 @@ def _attend(
     plain = variant._replace(score="")
     scores, visible, value = exact.score_pairs(dense, plain, at, reachable)
     if shift is not None:
-        scores = scores + variant.scale * shift.unsqueeze(-1)
+        scores = scores + shift.unsqueeze(-1)
     if variant.score:
         finite = scores.masked_fill(~visible, 0)
         changed = evaluate.change(variant.score, variant.score_captured, finite, at, visible)
@@ -87,7 +85,8 @@ def _attend(
     if round_weights:
         weights = rounded_weights(weights)
     weights = weights.masked_fill(~visible, 0)
-    output = (weights @ value) * (row_max - top).exp() / row_sum
+    # Divided first: a sum of values may leave float32 whose mean does not.
+    output = (weights * ((row_max - top).exp() / row_sum)) @ value
     return output.masked_fill(~visible.any(-1, keepdim=True), 0), lse.squeeze(-1)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -89,7 +88,7 @@ def prepare(
         check_scale("key_scale", fp8.key_scale, key, sequences),
         check_scale("value_scale", fp8.value_scale, value, sequences),
     )
-    _check_factor(scales[0], scales[1], scale)
+    _check_score_range(scales[0], scales[1], scale, query.shape[-1])
     inputs = Fp8Inputs(query, key, value, *scales, sinks, cu_seqlens_q, cu_seqlens_k)
     extents = arguments.extents_of(inputs, longest)  # type: ignore[arg-type]
     variant = variant_for(mask, score, scale, 0.0, extents, query.device)
@@ -128,18 +127,19 @@ def _quantisation(query: Tensor, fp8: Fp8Options) -> Quantisation:
     return Quantisation(fp8.quantize or MODES[0], incoherent, smooth, dtype)
 
 
-def _check_factor(query_scale: Tensor | None, key_scale: Tensor | None, scale: float) -> None:
-    """Refuse scales whose product, the factor of the scores, is inf, where they may be read."""
-    if query_scale is None or key_scale is None or not query_scale.numel() * key_scale.numel():
+def _check_score_range(
+    query_scale: Tensor | None, key_scale: Tensor | None, scale: float, head_dim: int
+) -> None:
+    """Refuse scales by which scores may leave float32, where they may be read."""
+    given = [each for each in (query_scale, key_scale) if each is not None]
+    if not given or not all(each.numel() and arguments.values_readable(each) for each in given):
         return
-    if arguments.values_readable(query_scale) and arguments.values_readable(key_scale):
-        of_query, of_key = float(query_scale.max()), float(key_scale.max())
-        factor = abs(scale) * math.log2(math.e) * of_query * of_key
-        if factor > torch.finfo(torch.float32).max:
-            raise ValueError(
-                f"query_scale: got up to {of_query:.3g}, which times key_scale, up to "
-                f"{of_key:.3g}, and scale, {scale:.3g}, takes a float32 product"
-            )
+    named = {"query_scale": query_scale, "key_scale": key_scale}
+    scales = {name: float(each.max()) for name, each in named.items() if each is not None}
+    products = scales.get("key_scale", 1.0) * arguments.LARGEST_PRODUCT * head_dim
+    # At least 1: kernels multiply `scale` by scales of queries before they do by those of keys.
+    largest = abs(scale) * scales.get("query_scale", 1.0) * max(products, 1.0)
+    arguments.check_score_range(scales, scale, head_dim, largest)
 
 
 def check_scale(
@@ -172,7 +172,9 @@ def check_scale(
         fits += [(batch, kv_heads), (by_blocks[0], kv_heads, slots)]
     if tuple(scale.shape) not in fits:
         raise ValueError(f"{name}: got shape {tuple(scale.shape)}, takes {takes}")
-    arguments.check_factors(name, scale, takes)
+    of_values = name == "value_scale"
+    largest = arguments.LARGEST_VALUE_FACTOR if of_values else arguments.LARGEST_FACTOR
+    arguments.check_factors(name, scale, takes, largest)
     if repeats and scale.shape[1] == kv_heads and kv_heads:
         return scale.repeat_interleave(heads // kv_heads, 1)
     return scale.reshape(()) if scale.dim() == 1 else scale

@@ -63,7 +63,7 @@ def _attend_fp8(
     lse = (top + row_sum.log()).masked_fill(sees_nothing, -torch.inf).squeeze(-1)
     numbers, factors, largest = _value_numbers(inputs, value, at)
     weights = rounded_weights(weights * factors.mT).masked_fill(~visible, 0)
-    output = (weights @ numbers) * largest * (row_max - top).exp() / row_sum
+    output = (weights @ numbers) * ((row_max - top).exp() / row_sum) * largest
     return output.masked_fill(sees_nothing, 0), lse
 
 

@@ -64,11 +64,16 @@ def _last_tile(run: Run, kv_tile: int) -> int:
 
 
 class _State(NamedTuple):
-    """The running softmax of a rectangle's rows; sums are in units of 2^-WEIGHTS_LOG2."""
+    """The running softmax of a rectangle's rows; sums are in units of 2^-WEIGHTS_LOG2.
+
+    Weighted sums are `unit` times that, so that no sum of values leaves float32 whose mean does
+    not.
+    """
 
     row_max: Tensor  # [batch, heads, rows, 1]
     row_sum: Tensor
     weighted_sum: Tensor  # [batch, heads, rows, value_dim]
+    unit: float
 
     @staticmethod
     def start(dense: DenseProblem, piece: PairBlock) -> _State:
@@ -76,14 +81,17 @@ class _State(NamedTuple):
         shape = dense.query[segments.slices_of(dense, piece).queries].shape[:3]
         new = dense.query.new_zeros
         weighted_sum = new(*shape, dense.value.shape[-1])
-        return _State(new(*shape, 1).fill_(-torch.inf), new(*shape, 1), weighted_sum)
+        unit = 2.0 ** -(WEIGHTS_LOG2 + 1 + dense.value.shape[2].bit_length())
+        return _State(new(*shape, 1).fill_(-torch.inf), new(*shape, 1), weighted_sum, unit)
 
     def finished(self) -> tuple[Tensor, Tensor]:
         """Output and lse."""
         empty = self.row_sum == 0
         divisor = self.row_sum.masked_fill(empty, 1)
         lse = self.row_max + (divisor / 2.0**WEIGHTS_LOG2).log()
-        return self.weighted_sum / divisor, lse.masked_fill(empty, -torch.inf).squeeze(-1)
+        return self.weighted_sum / (divisor * self.unit), lse.masked_fill(
+            empty, -torch.inf
+        ).squeeze(-1)
 
 
 def _fold(
@@ -127,6 +135,7 @@ def _fold(
     if value_scales is not None:
         factors = value_scales[:, :, at.kv_rows[0] : at.kv_rows[1]]
         weights = weights * factors.repeat_interleave(group, 1).unsqueeze(2)
-    weights = weights.to(E4M3).float().unflatten(1, (key.shape[1], group)).flatten(2, 3)
+    weights = weights.to(E4M3).float().mul_(state.unit)
+    weights = weights.unflatten(1, (key.shape[1], group)).flatten(2, 3)
     product = (weights @ value).view_as(state.weighted_sum)
-    return _State(new_max, row_sum, state.weighted_sum * rescale + product)
+    return _State(new_max, row_sum, state.weighted_sum * rescale + product, state.unit)
