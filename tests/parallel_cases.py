@@ -11,6 +11,7 @@ writes what went wrong, "" where nothing did, to a file.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import sys
@@ -645,10 +646,13 @@ def _dtensors(group: Any) -> None:
 def called(group: Any, rank: int, *, mask: Any = None, length: int = 24, **options: Any) -> None:
     sizes: Any = {"query_heads": 4, "kv_heads": 4, "head_dim": 8}
     method, dtype = options.pop("method", "gather"), options.pop("dtype", torch.float32)
-    plan = parallel.plan(mask, length, group, method=method, **sizes)
+    packed = options.pop("packed", False)
+    rows_of: Any = torch.tensor([0, length], dtype=torch.int32) if packed else length
+    plan = parallel.plan(mask, rows_of, group, method=method, **sizes)
     rows = len(plan.rows) + options.pop("more", 0)
-    query = torch.zeros(1, 4, rows, 8, dtype=dtype, device=DEVICE)
-    parallel.attention(query, query, query, plan=plan, **options)
+    query = torch.zeros((rows, 4, 8) if packed else (1, 4, rows, 8), dtype=dtype, device=DEVICE)
+    call: Any = parallel.attention_varlen if packed else parallel.attention
+    call(query, query, query, plan=plan, **options)
 
 
 DIFFERENT: dict[str, tuple[dict[str, Any], list[str]]] = {
@@ -669,6 +673,23 @@ for _name, (_options, _texts) in DIFFERENT.items():
         rank = dist.get_rank(group)
         refused(ValueError, texts, lambda: called(group, rank, **(options if rank == 1 else {})))
         called(group, rank)  # and go on
+
+
+@case("ranks whose sinks or scores have other numbers", cases=BOTH)
+def _other_numbers(group: Any) -> None:
+    rank = dist.get_rank(group)
+
+    def brought(name: str, number: float) -> dict[str, Any]:
+        if name == "sinks":
+            return {"sinks": torch.full((4,), number, device=DEVICE)}
+        return {"score": scores.bias(torch.full((1, 4, 24, 24), number, device=DEVICE))}
+
+    for method, packed, name in itertools.product(METHODS, (False, True), ("sinks", "score")):
+        call = functools.partial(called, group, rank, method=method, packed=packed)
+        said = "sinks" if name == "sinks" else "score's tensor 0"
+        texts = [f"{said}, whole on every rank: got numbers ", "on rank 1; takes the same"]
+        refused(ValueError, texts, functools.partial(call, **brought(name, float(rank == 1))))
+        call(**brought(name, 1.0))
 
 
 @case("ranks that draw from other seeds", cases=BOTH)

@@ -131,8 +131,10 @@ def _graphs_differ(group: Any) -> None:
     plan = parallel.plan(masks.causal(), 24, group, method="ulysses", **SIZES)
     query, key = (plan.shard(torch.randn(1, heads, 24, 8), 2) for heads in (4, 2))
 
-    def attend(query: Any, scale: float, dropout_p: float = 0.0) -> Any:
-        return parallel.attention(query, key, key, plan=plan, scale=scale, dropout_p=dropout_p)
+    def attend(query: Any, scale: float, dropout_p: float = 0.0, sinks: Any = None) -> Any:
+        return parallel.attention(
+            query, key, key, plan=plan, scale=scale, dropout_p=dropout_p, sinks=sinks
+        )
 
     graph = compiled(attend)
     refused(
@@ -152,6 +154,11 @@ def _graphs_differ(group: Any) -> None:
             torch.testing.assert_close(found, attend(query, 1.0, 0.5))
         else:
             refused(ValueError, texts, lambda: graph(query, 1.0, 0.5))
+    texts = ["sinks, whole on every rank: got numbers ", "takes the same on every rank"]
+    same, own = torch.ones(4), torch.full((4,), float(rank))
+    torch.testing.assert_close(graph(query, 1.0, sinks=same), attend(query, 1.0, sinks=same))
+    refused(ValueError, texts, lambda: graph(query, 1.0, sinks=own))
+    torch.testing.assert_close(graph(query, 1.0, sinks=same), attend(query, 1.0, sinks=same))
 
 
 @case("a graph of DTensors of a plan's rows", cases=[SLOW_CASES])

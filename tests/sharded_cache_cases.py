@@ -117,9 +117,14 @@ def differ(group: Any, refused: Any) -> None:
         ({"mask": masks.window(2)}, "mask: got none on rank"),
         ({"query": query.expand(1, 4, 2, 8)}, "query: got (1, 4, 1, 8) torch.float32 on rank"),
         ({"scale": 2.0}, "options: got "),
+        ({"query": query + 1}, "query, whole on every rank: got numbers "),
     ]
     for options, text in different:
         refused(ValueError, [text, "rank 1"], lambda o=options: attend(**(o if rank == 1 else {})))
+    table = torch.full((4,), float(rank == 1))
+    refused(ValueError, ["sinks, whole on every rank: got numbers "], lambda: attend(sinks=table))
+    by_head = scores.function(lambda score, batch, head, query_row, kv_row: score + table[head])
+    refused(ValueError, ["score's tensor 0, whole on every"], lambda: attend(score=by_head))
     texts = ["scale: got"] if rank == 1 else ["another rank could not begin this call: rank 1"]
     refused(
         TypeError if rank == 1 else ValueError, texts,

@@ -46,6 +46,17 @@ def described(key: str, captured: Captured, contents: bool) -> str:
     return " ".join([written(key, captured) or "none", *tensors])
 
 
+def whole_tensors(
+    sinks: Tensor | None, mask: Captured | None, score: Captured
+) -> dict[str, Tensor]:
+    """Tensors of a call that every rank has whole, by name."""
+    named = {} if sinks is None else {"sinks": sinks}
+    for name, captured in ("mask", mask), ("score", score):
+        tensors = () if captured is None else captured.tensors
+        named |= {f"{name}'s tensor {place}": each for place, each in enumerate(tensors)}
+    return {name: tensor.detach() for name, tensor in named.items()}
+
+
 def checked_plan(plan: Any) -> None:
     """Refuse what is no plan, or one of simulated ranks, which cannot send."""
     from saccade.parallel.planner import Plan

@@ -25,7 +25,7 @@ from saccade.modifiers.normal_form import is_causal
 from saccade.modifiers.renumber import interleaved
 from saccade.ops.attention.merge import merge_states
 from saccade.ops.paged_attention.api import attention_paged
-from saccade.parallel.agreement import agree, begin, described, reporting
+from saccade.parallel.agreement import agree, begin, described, reporting, whole_tensors
 from saccade.parallel.planner import members
 from saccade.runtime.arguments import check_flag
 from saccade.runtime.spec import accumulate_dtype
@@ -149,25 +149,27 @@ class ShardedCache(PagedCache):
         """
         if self._members.ranks == 1:
             return super().attend(layer, query, sequences, **options)
-        fault, found, facts = None, None, {}
+        fault, found, facts, whole = None, None, {}, {}
         return_lse = options.pop("return_lse", False)
         try:
             check_flag("return_lse", return_lse)
             with self._lock:
-                found, facts = self._attend_own(layer, query, list(sequences), options)
+                found, facts, whole = self._attend_own(layer, query, list(sequences), options)
         except (TypeError, ValueError, NotImplementedError, LookupError) as error:
             fault = error  # others learn of it before they wait for this rank
         begin(self._members, "attend")
         device = query.device if isinstance(query, Tensor) else self.device
-        agree(self._members, {"call": "attend", "layer": str(layer), **facts}, fault, device)
+        facts = {"call": "attend", "layer": str(layer), **facts}
+        agree(self._members, facts, fault, device, whole=whole)
         assert found is not None
         output, lse = self._merged(*found)
         return (output, lse) if return_lse else output
 
     def _attend_own(
         self, layer: int, query: Tensor, sequences: list[int], options: dict[str, Any]
-    ) -> tuple[tuple[Tensor, Tensor], dict[str, str]]:
-        """Output and lse of this rank's tokens, and what must be equal on all ranks."""
+    ) -> tuple[tuple[Tensor, Tensor], dict[str, str], dict[str, Tensor]]:
+        """Output and lse of this rank's tokens; what must be equal on all ranks, in words, and in
+        all numbers."""
         pages, group = self.pages(layer), self.groups[self._address(layer).group]
         lengths = [group.find(sequence).length for sequence in sequences]
         mask = as_mask(with_causal(options.pop("mask", None), options.pop("causal", False)))
@@ -184,13 +186,15 @@ class ShardedCache(PagedCache):
         }  # fmt: skip
         if self._members.compares_always:
             facts["lengths"] = str(lengths)
+        whole = {"query": query, **whole_tensors(sinks, mask.captured, score.captured)}
+        whole |= {name: each for name, each in options.items() if isinstance(each, Tensor)}
         mask, score = self._as_seen_here(mask, score, query, lengths, options.get("cu_seqlens_q"))
         found = attention_paged(
             query, pages.key_pages, pages.value_pages, *self._tables(group, sequences),
             key_scales=pages.key_scales, value_scales=pages.value_scales, mask=mask, score=score,
             sinks=sinks if self._members.rank == 0 else None, return_lse=True, **options,
         )  # fmt: skip
-        return found, facts
+        return found, facts, whole
 
     def _as_seen_here(
         self, mask: Mask, score: Score, query: Tensor, lengths: list[int], offsets: Tensor | None

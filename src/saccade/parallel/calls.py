@@ -16,7 +16,14 @@ from saccade.modifiers.expression import Captured
 from saccade.modifiers.graph_constants import in_graph, outside_graph
 from saccade.modifiers.modifier import Extents, expanded, misfit
 from saccade.parallel import gather, ring, ulysses
-from saccade.parallel.agreement import agree, begin, checked_plan, dealt_facts, described
+from saccade.parallel.agreement import (
+    agree,
+    begin,
+    checked_plan,
+    dealt_facts,
+    described,
+    whole_tensors,
+)
 from saccade.parallel.agreement_op import agreed_in_graph
 from saccade.parallel.dtensors import as_dtensor, local_rows
 from saccade.parallel.exchange import summed
@@ -228,7 +235,8 @@ def _computed(
     if plan.ranks > 1 and not traced:
         begin(plan, name)
         where = rows[0].device if isinstance(rows[0], Tensor) else torch.device("cpu")
-        agree(plan, facts, fault, where, None if call is None else call.seed)
+        seed, whole = (None, {}) if call is None else (call.seed, call.whole)
+        agree(plan, facts, fault, where, seed, whole)
     if fault is not None:
         if traced and all(isinstance(each, Tensor) for each in rows):
             return _failing(plan, facts, fault, rows, flags)
@@ -352,6 +360,7 @@ def _checked(
     facts = _facts(plan, query, value, found, sinks, options, flags) | {
         "gradients of": _gradients_of([query, key, value], sinks, tables)
     }
+    whole = whole_tensors(sinks, None, found.captured)  # a plan compares its mask once
     if flags.reduce_gradients:
         sinks = None if sinks is None else summed(plan, sinks)
         tensors = tuple(
@@ -360,7 +369,7 @@ def _checked(
         )
         found = Score(found.key, found.captured._replace(tensors=tensors))
     seed = new_seed(query.device) if options.dropout_p > 0 else None
-    call = LocalCall(plan, query, key, value, sinks, found, options, flags.return_lse, seed)
+    call = LocalCall(plan, query, key, value, sinks, found, options, flags.return_lse, seed, whole)
     return call, facts
 
 

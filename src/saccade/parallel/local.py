@@ -39,6 +39,7 @@ class LocalCall(NamedTuple):
         score: in the numbers of the whole call, its tensors those of the whole call.
         return_lse: whether the lse is asked for.
         seed: of dropout, the same on all ranks; None: nothing is dropped.
+        whole: sinks and the score's tensors, by name, which have the same numbers on all ranks.
         facts: what ranks compare each time the call's graph runs; None: they did.
     """
 
@@ -51,6 +52,7 @@ class LocalCall(NamedTuple):
     options: Options
     return_lse: bool
     seed: Tensor | None
+    whole: Mapping[str, Tensor]
     facts: Mapping[str, str] | None = None
 
     def compared(self, rows: Tensor) -> Tensor:
@@ -60,7 +62,7 @@ class LocalCall(NamedTuple):
         """
         if self.facts is None:
             return rows
-        return agreed_in_graph(self.plan, self.facts, None, rows, self.seed)
+        return agreed_in_graph(self.plan, self.facts, None, rows, self.seed, self.whole)
 
     @property
     def tables(self) -> list[Tensor]:
