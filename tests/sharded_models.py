@@ -25,7 +25,20 @@ from worlds import joined, run_worlds
 from saccade.integrations.transformers import register, shard_sequences
 
 STEPS = 3
-MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted")
+LONGROPE = {
+    "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 24,
+    "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 8.0,
+}  # fmt: skip
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dropped": {"attention_dropout": 0.3},
+    "longrope": {"rope_parameters": LONGROPE},
+    "dynamic": {"rope_parameters": DYNAMIC, "max_position_embeddings": 24},
+}
+MODELS = (
+    "llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted", "longrope", "dynamic",
+    "jumping", "packed beside a mask",
+)  # fmt: skip
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
 )  # fmt: skip
@@ -36,13 +49,18 @@ def batches(model: str) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(5)
     found: list[dict[str, Any]] = []
     for step in range(STEPS):
-        shape = (1, 41) if model == "packed" else (2, 37 + step % 2)
+        shape = (1, 41) if model.startswith("packed") else (2, 37 + step % 2)
         tokens = torch.randint(3, tiny_models.VOCABULARY, shape, generator=generator)
         labels = tokens.masked_fill(torch.rand(shape, generator=generator) < 0.2, -100)
         batch: dict[str, Any] = {"input_ids": tokens, "labels": labels}
-        if model == "packed":
+        if model.startswith("packed"):
             parts = [torch.arange(size) for size in (7, 20 + step, 14 - step)]
             batch["position_ids"] = torch.cat(parts)[None]
+        if model == "packed beside a mask":  # transformers then keeps none apart
+            batch["attention_mask"] = torch.ones_like(tokens)
+        if model == "jumping":
+            batch["position_ids"] = torch.cat([torch.arange(4, 14), torch.arange(3, 30 + step % 2)])
+            batch["position_ids"] = batch["position_ids"][None]
         if model == "counted":  # as transformers' Trainer counts several batches before a step
             batch["num_items_in_batch"] = (labels != -100).sum() + 17 if step else 60
         if model.startswith("told"):  # what makes no difference
@@ -66,8 +84,7 @@ def trained(name: str, world: int) -> dict[str, Any]:
     torch.manual_seed(0)
     part, _, of = name.rpartition(" of ")
     make = getattr(tiny_models, of, tiny_models.llama)
-    options = {"attention_dropout": 0.3} if name == "dropped" else {}
-    model: Any = make(**options).float()
+    model: Any = make(**OPTIONS.get(name, {})).float()
     if world > 1:
         group = dist.group.WORLD
         model.requires_grad_(name != "thawed")
@@ -108,11 +125,19 @@ def refusals() -> dict[str, str]:
         "few": {"input_ids": tokens[:, :1]},
         "items": {"labels": tokens, "num_items_in_batch": "all"},
         "other items": {"labels": tokens, "num_items_in_batch": 14 + dist.get_rank()},
+        "routers": {"output_router_logits": True},
     }.items():
         try:
             model(**{"input_ids": tokens, **options})
         except (TypeError, ValueError) as error:
             found[name] = str(error)
+    model = shard_sequences(tiny_models.gpt_oss(), dist.group.WORLD)
+    model.config.output_router_logits = True
+    try:
+        model(input_ids=tokens)
+    except ValueError as error:
+        found["routers of a config"] = str(error)
+    model(input_ids=tokens, output_router_logits=False)
     model = tiny_models.llama()
     model.register_module("mixer", torch.nn.Conv1d(4, 4, 3))
     for name, refused in {"convolution": model, "chunks": tiny_models.llama4()}.items():
@@ -133,6 +158,15 @@ def refusals() -> dict[str, str]:
         except TypeError as error:
             found[name] = str(error)
     return found
+
+
+def tuples_differ() -> bool:
+    """Whether results are other ones where they are asked for as a tuple."""
+    model: Any = shard_sequences(tiny_models.llama().eval(), dist.group.WORLD)
+    tokens = torch.arange(24).view(2, 12)
+    loss, logits = model(input_ids=tokens, labels=tokens, return_dict=False)
+    named = model(input_ids=tokens, labels=tokens)
+    return not (torch.equal(loss, named.loss) and torch.equal(logits, named.logits))
 
 
 def refusals_in_graphs() -> dict[str, str]:
@@ -158,7 +192,7 @@ def run_rank(rank: int, world: int, folder: Path) -> None:
     with joined(rank, world, folder) if world > 1 else nullcontext():
         said: dict[str, Any] = {name: trained(name, world) for name in models}
         if world > 1:
-            said["refusals"] = refusals()
+            said |= {"refusals": refusals(), "tuples differ": tuples_differ()}
     (folder / f"trained.{world}.{rank}").write_text(json.dumps(said), encoding="utf-8")
 
 

@@ -16,7 +16,10 @@ import torch
 
 # transformers takes seconds to import: the processes alone do so.
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
-MODELS = ("llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted")
+MODELS = (
+    "llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted", "longrope", "dynamic",
+    "jumping", "packed beside a mask",
+)  # fmt: skip
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
 )  # fmt: skip
@@ -36,6 +39,8 @@ REFUSED = {
     "batch": "input_ids: got other numbers on rank 1 than on rank 0",
     "other labels": "labels: got other numbers on rank 1 than on rank 0",
     "few": "input_ids: got 1 tokens, of which a rank gets none",
+    "routers": "output_router_logits: got True beside sharded sequences, takes False",
+    "routers of a config": "output_router_logits: got True beside sharded sequences, takes False",
     "items": "num_items_in_batch: got str, takes a number",
     "other items": "num_items_in_batch: got other numbers on rank 1 than on rank 0",
     "module": "model: got Linear, takes a causal language model of transformers",
@@ -97,6 +102,10 @@ def test_graphs_of_a_model_train_as_one_process(tmp_path: Path) -> None:
         found = trained[2, rank]["refusals"]
         assert found.keys() == REFUSED_IN_GRAPHS.keys()
         assert all(text in found[name] for name, text in REFUSED_IN_GRAPHS.items())
+
+
+def test_a_tuple_holds_what_an_output_does(trained: dict[tuple[int, int], Any]) -> None:
+    assert not any(found["tuples differ"] for (world, _), found in trained.items() if world > 1)
 
 
 def test_what_cannot_be_sharded_is_refused_on_every_rank(

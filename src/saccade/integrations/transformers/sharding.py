@@ -6,6 +6,7 @@ attention alone exchanges rows (`saccade.parallel`). Losses and gradients are th
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._pytree import tree_map
 from torch.utils.weak import WeakIdKeyDictionary
 
 from saccade import masks, parallel, scores
@@ -33,8 +35,11 @@ COUNTED = "num_items_in_batch"  # what transformers' losses are divided by
 # What a model's forward pass may be given beside tokens, labels and positions.
 NOT_SHARDED = (
     "past_key_values", "inputs_embeds", "cache_position", "shift_labels", "logits_to_keep",
-    "saccade_step", "output_attentions", "output_hidden_states",
+    "saccade_step",
 )  # fmt: skip
+# The same of what a config may ask for as well: weights are never written out, hidden states would
+# be of some rows, and the loss of routers is no sum over rows.
+NOT_GIVEN = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 class ShardedRows:
@@ -87,7 +92,8 @@ def shard_sequences(
     Args:
         model: one that attends by transformers' AttentionInterface, in causal layers, with or
             without sliding windows. It is changed in place. Layers that mix rows in other ways
-            (linear attention, convolutions) are refused. Attention drops the weights that one
+            (linear attention, convolutions) are refused, and so is the loss of routers
+            (`output_router_logits`), which is no sum over rows. Attention drops the weights that one
             process drops by the same seed of PyTorch's generator; what drops rows elsewhere draws
             for this rank's rows alone.
         mesh: a `ProcessGroup` or a `DeviceMesh` of one dimension, as in `saccade.parallel.plan`.
@@ -98,8 +104,9 @@ def shard_sequences(
             them multiply by the number of ranks.)
 
     Returns:
-        The model. `input_ids` and `labels` are [batch, length]; `position_ids`, [1, length], say
-        where packed sequences begin anew, and padding is refused. `num_items_in_batch` divides the
+        The model. `input_ids` and `labels` are [batch, length]; packed sequences begin where
+        `position_ids`, [1, length], do not go on, unless there is an `attention_mask` (as
+        transformers has it), and padding is refused. `num_items_in_batch` divides the
         loss of all rows, as it does on one process; where it is None, the number of labels does.
         The model cannot be copied or pickled any more; its state_dict can.
 
@@ -124,6 +131,7 @@ def shard_sequences(
     model.set_attn_implementation(NAME)  # type: ignore[operator]
     sharded = _Sharded(model, mesh, method, reduce_gradients)
     sharded.sum_gradients()
+    sharded.rotate_by_all()
     model.forward = sharded.forward
     return model
 
@@ -139,6 +147,7 @@ class _Sharded:
         self.known = SimpleNamespace()  # rows of batches where nothing is packed, by their shape
         self.in_graphs: set[str] = set()  # the names of those that graphs read
         self.batch_is_known = False
+        self.rotates = False  # any module by all positions
         config = model.config.get_text_config()
         heads = config.num_attention_heads
         self.sizes: dict[str, Any] = {
@@ -160,13 +169,22 @@ class _Sharded:
         """The forward pass of this rank's rows."""
         counted = options.pop(COUNTED, None)
         _check(input_ids, labels, position_ids, counted, options)
+        config = self.model.config
+        for name in NOT_GIVEN:
+            asked = options.get(name)
+            if getattr(config, name, False) if asked is None else asked:
+                raise ValueError(f"{name}: got True beside sharded sequences, takes False")
+        return_dict = options.pop("return_dict", None)
+        return_dict = getattr(config, "return_dict", True) if return_dict is None else return_dict
         assert input_ids is not None
         in_graph = torch.compiler.is_compiling()
         if not in_graph:
             _check_unpadded(attention_mask)
             self.sum_gradients()  # of parameters too that were unfrozen or replaced since
             self._check_batch(input_ids, labels, counted)
-        documents = None if in_graph else _documents_of(position_ids)
+        documents = None
+        if not in_graph and attention_mask is None:  # beside one transformers keeps none apart
+            documents = _documents_of(position_ids)
         # Dynamo makes numbers of what a range is as long as, and a graph of one shape by that.
         batch, length = (len(range(size)) for size in input_ids.shape)
         device = input_ids.device
@@ -186,14 +204,31 @@ class _Sharded:
             local = shifted.index_select(1, rows.index)
             counted = (shifted != IGNORED).sum() if counted is None else counted
             options |= {"labels": local, "shift_labels": local, COUNTED: counted}
+        if self.rotates:
+            self.index, self.positions = rows.index, positions
         output = self.whole(
             input_ids=input_ids.index_select(1, rows.index),
             position_ids=positions.index_select(1, rows.index),
-            use_cache=False, saccade_step=rows, **options,
+            use_cache=False, saccade_step=rows, return_dict=True, **options,
         )  # fmt: skip
         if labels is not None and self.group is not None:
             output.loss = _Total.apply(self.group, output.loss)
-        return output
+        return output if return_dict else output.to_tuple()
+
+    def rotate_by_all(self) -> None:
+        """Have rotations that follow the greatest position follow that of all ranks' rows."""
+        for module in self.model.modules():
+            if _follows_greatest(getattr(module, "rope_type", None)):
+                module.forward = functools.partial(self._rotated, module.forward)
+                self.rotates = True
+
+    def _rotated(
+        self, rotate: Callable[..., Any], rows: Tensor, position_ids: Tensor, *args: Any,
+        **options: Any,
+    ) -> Any:  # fmt: skip
+        """What a module of rotations gives for this rank's rows, found from all positions."""
+        whole = rotate(rows, self.positions, *args, **options)
+        return tree_map(lambda each: each.index_select(1, self.index), whole)
 
     @torch.compiler.assume_constant_result
     def _planned(self, batch: int, length: int, device: torch.device, in_graph: bool) -> str:
@@ -324,14 +359,22 @@ def _masks_of_layers(config: Any) -> list[masks.Mask]:
     return [mask for mask in (causal, windowed) if mask is not None]
 
 
-def _begins_anew(position_ids: Tensor) -> bool:
-    return bool((position_ids[:, 1:] == 0).any())
+def _follows_greatest(rope_type: Any) -> bool:
+    """Whether rotations of a type, or of one for each kind of layers, are other ones in a pass that
+    goes past a position."""
+    kinds = rope_type.values() if isinstance(rope_type, dict) else [rope_type]
+    return any(kind == "longrope" or "dynamic" in kind for kind in kinds if kind is not None)
+
+
+def _begins_anew(position_ids: Tensor) -> Tensor:
+    """Which rows, but for the first, begin another sequence, as transformers tells them."""
+    return position_ids.diff(dim=1) != 1
 
 
 def _positions_of_one(position_ids: Tensor, attention_mask: Tensor | None) -> Tensor:
     """Positions, once it is known that they are of one sequence without padding."""
     _check_unpadded(attention_mask)
-    if _begins_anew(position_ids):
+    if attention_mask is None and bool(_begins_anew(position_ids).any()):
         raise ValueError(
             "position_ids: got sequences packed into one row in a graph of the whole model, takes "
             "one sequence there; compile model.model, outside of which each batch is planned"
@@ -350,10 +393,13 @@ torch.library.register_fake("saccade::positions_of_one_sequence", _like_position
 
 
 def _documents_of(position_ids: Tensor | None) -> masks.Mask | None:
-    """The mask of sequences packed into one row, which begin anew at position 0."""
-    if position_ids is None or not _begins_anew(position_ids):
+    """The mask of sequences packed into one row, which begin where positions do not go on."""
+    if position_ids is None:
         return None
-    return masks.documents((position_ids == 0).long().cumsum(1))
+    begins = _begins_anew(position_ids)
+    if not bool(begins.any()):
+        return None
+    return masks.documents(pad(begins.long().cumsum(1), (1, 0)))
 
 
 def _check(
