@@ -93,9 +93,9 @@ def shard_sequences(
         model: one that attends by transformers' AttentionInterface, in causal layers, with or
             without sliding windows. It is changed in place. Layers that mix rows in other ways
             (linear attention, convolutions) are refused, and so is the loss of routers
-            (`output_router_logits`), which is no sum over rows. Attention drops the weights that one
-            process drops by the same seed of PyTorch's generator; what drops rows elsewhere draws
-            for this rank's rows alone.
+            (`output_router_logits`), which is no sum over rows. Attention drops the weights that
+            one process drops by the same seed of PyTorch's generator; what drops rows elsewhere
+            draws for this rank's rows alone.
         mesh: a `ProcessGroup` or a `DeviceMesh` of one dimension, as in `saccade.parallel.plan`.
         method: as in `saccade.parallel.plan`.
         reduce_gradients: whether gradients of parameters are summed over ranks as they come, in 32
