@@ -190,6 +190,24 @@ def test_ends_are_not_chosen_before_there_are_enough_tokens():
         assert tokens(LOGITS[:1], [held], generated=generated, ends=ends) == [wanted]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_may_take_no_token_is_no_distribution(temperature):
+    nothing = Sampling(
+        temperature=temperature, logit_bias=dict.fromkeys(range(LOGITS.shape[1]), -torch.inf)
+    )
+    assert tokens(LOGITS[:2], [nothing, Sampling()]) == [-1, int(LOGITS[1].argmax())]
+
+
+@pytest.mark.parametrize("change", [
+    {"presence_penalty": 1e30, "frequency_penalty": 1e30}, {"repetition_penalty": 1e30},
+    {"repetition_penalty": 1e-30, "frequency_penalty": -1e30}, {"logit_bias": {3: -1e30}},
+])  # fmt: skip
+def test_the_largest_changes_leave_a_distribution(change):
+    for temperature in (0.0, 1.0):
+        sampling = Sampling(temperature=temperature, **change)
+        assert tokens(LOGITS[:1], [sampling], generated=[1, 1, 3])[0] >= 0
+
+
 def test_log_probabilities_are_those_of_the_models_logits():
     sampling = Sampling(logit_bias={11: 100.0}, logprobs=3)
     found = chosen(LOGITS, [sampling] * 6)
@@ -248,6 +266,10 @@ def test_every_seed_has_numbers_of_its_own():
         ({"repetition_penalty": 0}, ValueError, "repetition_penalty: got 0"),
         ({"presence_penalty": float("inf")}, ValueError, "presence_penalty: got inf"),
         ({"frequency_penalty": 10**400}, ValueError, "frequency_penalty: got 1000"),
+        ({"frequency_penalty": -1e39}, ValueError, "got -1e\\+39, takes a finite number from -1e"),
+        ({"repetition_penalty": 1e39}, ValueError, "repetition_penalty: got 1e\\+39, takes a posi"),
+        ({"repetition_penalty": 1e-39}, ValueError, "repetition_penalty: got 1e-39, takes a pos"),
+        ({"logit_bias": {1: -1e39}}, ValueError, "logit_bias: got -1e\\+39, takes .* or -inf"),
         ({"min_new_tokens": -1}, ValueError, "min_new_tokens: got -1"),
         ({"logprobs": 21}, ValueError, "logprobs: got 21, takes at most 20"),
         ({"logit_bias": [1]}, TypeError, "logit_bias: got list"),

@@ -1,5 +1,6 @@
 """What bodies ask for, and which are refused by the name of a field."""
 
+import json
 from typing import Any
 
 import pytest
@@ -90,6 +91,11 @@ def test_messages_become_the_tokens_of_the_template():
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "logit_bias: got 'x', takes"),
         ({"prompt": "a", "stream_options": {"include_usage": True}}, "stream_options", "takes str"),
         ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, "stream_options", "x is not"),
+        (
+            {"prompt": "a", "stream": True, "stream_options": {"include_usage": "x"}},
+            "stream_options",
+            "stream_options.include_usage: got str, takes true or false",
+        ),
     ],
 )
 def test_completions_that_are_refused(body, param, message):
@@ -106,6 +112,10 @@ def test_completions_that_are_refused(body, param, message):
         ({"messages": ["hello"]}, r"messages\[0\]: takes an object"),
         ({"messages": [{"role": "user"}]}, r"messages\[0\].content: got NoneType"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "parts of text"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "text": "a"}]}]},
+         "takes a text, or parts of text"),
+        ({"messages": [{"role": "user", "content": "a"}], "max_tokens": 4,
+          "max_completion_tokens": 2}, "got 2, takes max_tokens, which is 4"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "got half of a surrogate"),
         ({"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools: got"),
         ({"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, "takes logprobs"),
@@ -116,6 +126,13 @@ def test_completions_that_are_refused(body, param, message):
 def test_chats_that_are_refused(body, message):
     with pytest.raises(RefusedError, match=message):
         read_chat(body, ChatTokenizer())
+
+
+def test_errors_are_text_whatever_a_client_sends():
+    with pytest.raises(RefusedError) as refused:
+        read_completion({"prompt": "a", "\ud800": 1})
+    said = json.dumps(refused.value.body, ensure_ascii=False).encode()
+    assert b"\\\\ud800: is no field" in said
 
 
 def test_a_tokenizer_without_a_template_chats_with_nobody():

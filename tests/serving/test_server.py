@@ -202,6 +202,11 @@ def test_refusals_name_what_is_wrong(server):
         create(model="demo", prompt="a", extra_body={"nonsense": 1})
     with pytest.raises(openai.BadRequestError, match="n: got 9, takes at most max_sequences"):
         create(model="demo", prompt="a", n=9)
+    most = server.engine.max_sequences + servers.ServerLimits().waiting
+    with pytest.raises(openai.BadRequestError, match=rf"n: got .*, takes at most {most} at once"):
+        create(model="demo", prompt=["a"] * 128, n=most)
+    status, body = server.post("/v1/completions", b'{"prompt": "a", "\\ud800": 1}')
+    assert status == 400 and "is no field" in body["error"]["message"]
     assert server.post("/v1/completions", b"{")[0] == 400
     assert server.post("/v1/completions", b"[" * 10_000)[0] == 400
     status, body = server.post("/v1/completions", b"{}", key="wrong")

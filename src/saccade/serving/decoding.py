@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+MOST_CHANGE = 1e30  # of a logit, finite: sums of several stay in float32's range
 MOST_LOGPROBS = 20  # likeliest tokens whose log probabilities are given
 
 
@@ -99,12 +100,14 @@ class Sampling:
             raise ValueError(f"top_p: got {self.top_p}, takes a number above 0, at most 1")
         if not 0 <= self.min_p <= 1:
             raise ValueError(f"min_p: got {self.min_p}, takes 0 to 1")
-        if not 0 < self.repetition_penalty <= sys.float_info.max:
+        if not 1 / MOST_CHANGE <= self.repetition_penalty <= MOST_CHANGE:
             got = self.repetition_penalty
-            raise ValueError(f"repetition_penalty: got {got}, takes a positive number")
+            raise ValueError(
+                f"repetition_penalty: got {got}, takes a positive number, {1 / MOST_CHANGE} to "
+                f"{MOST_CHANGE}"
+            )
         for name in ("presence_penalty", "frequency_penalty"):
-            if not abs(getattr(self, name)) <= sys.float_info.max:
-                raise ValueError(f"{name}: got {getattr(self, name)}, takes a finite number")
+            _check_change(name, getattr(self, name))
         if self.top_k is not None:
             check_number("top_k", self.top_k, least=1)
         check_number("min_new_tokens", self.min_new_tokens, least=0)
@@ -143,8 +146,17 @@ def _check_bias(biases: object) -> None:
     for token, bias in biases.items():
         check_number("logit_bias", token, least=0)
         check_real("logit_bias", bias)
-        if not (bias == -math.inf or abs(bias) <= sys.float_info.max):
-            raise ValueError(f"logit_bias: got {bias}, takes finite numbers and -inf")
+        if bias != -math.inf:
+            _check_change("logit_bias", bias, " or -inf")
+
+
+def _check_change(name: str, value: float, besides: str = "") -> None:
+    """Refuse what would move logits out of float32."""
+    if not abs(value) <= MOST_CHANGE:
+        raise ValueError(
+            f"{name}: got {value}, takes a finite number from {-MOST_CHANGE} to {MOST_CHANGE}"
+            f"{besides}"
+        )
 
 
 def check_real(name: str, value: object) -> None:
@@ -281,7 +293,8 @@ class Chosen(NamedTuple):
     """A token for each row, on the device; log probabilities where any row wants them.
 
     Attributes:
-        tokens: -1 for a row whose largest logit is NaN or inf: that is no distribution.
+        tokens: -1 for a row whose largest logit is NaN or inf, or which may take no token at all:
+            that is no distribution.
         logprobs: of the chosen token, then of the likeliest ones.
         likeliest: these, the likeliest first.
     """
@@ -303,6 +316,8 @@ def choose(
     """
     finite = logits.amax(-1).isfinite()
     changed = _changed(logits, rows, traits, lanes)
+    if changed is not logits:
+        finite &= changed.amax(-1).isfinite()
     tokens = changed.argmax(-1)
     if traits.drawn:
         drawn = draw(changed, rows, traits, uniform(rows.keys, rows.counters))

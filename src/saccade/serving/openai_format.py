@@ -58,7 +58,13 @@ class RefusedError(Exception):
         if self.status >= 500:
             kind = "server_error"
         about = {"message": str(self), "type": kind, "param": self.param, "code": self.status}
+        about = {name: _in_utf8(each) for name, each in about.items()}
         return {"error": about}
+
+
+def _in_utf8(value: Any) -> Any:
+    """A text with halves of surrogate pairs, which a client may send, written out."""
+    return value.encode("utf-8", "backslashreplace").decode() if isinstance(value, str) else value
 
 
 class Asked(NamedTuple):
@@ -169,11 +175,17 @@ def read_chat(body: object, tokenizer: Any) -> Asked:
         for name in ("max_tokens", "max_completion_tokens")
     }
     name = "max_completion_tokens" if by_name["max_tokens"] is None else "max_tokens"
+    most, other = by_name[name], by_name["max_completion_tokens"]
+    if other is not None and other != most:
+        raise RefusedError(
+            400, f"max_completion_tokens: got {other}, takes max_tokens, which is {most}",
+            "max_completion_tokens",
+        )  # fmt: skip
     wanted = fields.take("logprobs", (bool,), "true or false", False)
     likeliest = fields.take("top_logprobs", (int,), "a whole number")
     if likeliest is not None and not wanted:
         raise RefusedError(400, "top_logprobs: takes logprobs: true beside it", "top_logprobs")
-    given = {"max_new_tokens": by_name[name], "logprobs": (likeliest or 0) if wanted else None}
+    given = {"max_new_tokens": most, "logprobs": (likeliest or 0) if wanted else None}
     sent = {"max_new_tokens": name, "logprobs": "top_logprobs", "prompt": "messages"}
     return _asked(fields, True, [tokens], given, sent)
 
@@ -184,7 +196,8 @@ def _message(number: int, message: object) -> dict[str, Any]:
         raise RefusedError(400, f"{where}: takes an object with a role and a content", "messages")
     content: Any = message.get("content")
     if isinstance(content, list):
-        parts = [part.get("text") if isinstance(part, Mapping) else None for part in content]
+        parts = [part for part in content if isinstance(part, Mapping)]
+        parts = [part.get("text") for part in parts if part.get("type", "text") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
         if len(texts) != len(content):
             raise RefusedError(400, f"{where}.content: takes a text, or parts of text", "messages")
@@ -234,9 +247,12 @@ def _asked(
     about = fields.take("stream_options", (dict,), "an object", {})
     if not stream and about:
         raise RefusedError(400, "stream_options: takes stream: true beside it", "stream_options")
-    for name in about:
+    for name, value in about.items():
         if name not in ("include_usage", "include_obfuscation"):
             raise RefusedError(400, f"stream_options: {name} is not known here", "stream_options")
+        if not (value is None or isinstance(value, bool)):
+            got = f"got {type(value).__name__}, takes true or false"
+            raise RefusedError(400, f"stream_options.{name}: {got}", "stream_options")
     fields.finish()
     asked: Any = options
     return Asked(chat, prompts, n, asked, stream, bool(about.get("include_usage")), sent)

@@ -338,6 +338,10 @@ class Server:
     async def _answer(self, request: Request, asked: Asked) -> Response:
         wanted = len(asked.prompts) * asked.n
         most = self._engine.max_sequences + self._limits.waiting
+        if wanted > most:
+            name = "n" if asked.n > 1 else "prompt"
+            got = f"got {wanted} choices ({len(asked.prompts)} prompts, n is {asked.n})"
+            raise RefusedError(400, f"{name}: {got}, takes at most {most} at once", name)
         if self.driver.unfinished + wanted > most:
             raise RefusedError(429, f"too many requests: {most} choices at once are served")
         self.driver.unfinished += wanted

@@ -393,10 +393,11 @@ class Worker:
             self._end(request, reason)
 
     def _fail(self, drawn: Drawn) -> None:
-        """End a request whose logits are NaN or inf, and those that wait for its prompt."""
+        """End a request whose logits are NaN or inf, or leave no token that it may take, and those
+        that wait for its prompt."""
         error = FloatingPointError(
-            "logits: the model gave NaN or inf for this request; pages that it computed or shared "
-            "are not used again"
+            "logits: the model gave NaN or inf for this request, or its options allow no token; "
+            "pages that it computed or shared are not used again"
         )
         self._scheduler.forget_computed(drawn.chunk.request)
         for request in reversed([*everyone([drawn.chunk.request])]):
