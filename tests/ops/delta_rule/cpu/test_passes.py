@@ -101,6 +101,20 @@ def test_a_step_of_many_tokens_is_one_call() -> None:
     torch.testing.assert_close((output, state), (wanted, last))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+@pytest.mark.parametrize("kind", DECAY_KINDS)
+def test_a_call_leaves_its_tensors_as_they_are(kind: str, dtype: torch.dtype) -> None:
+    """Of one whole chunk, which is read as it lies, and where decay is less than is counted."""
+    case = make_delta_case(lengths=(4,), dtype=dtype, decay=kind, state=True)
+    if "decay" in case.tensors:
+        case.tensors["decay"][:, :, 2] = -1e30
+    tensors = {name: each.clone().requires_grad_() for name, each in case.tensors.items()}
+    rule(**tensors, config=saccade.KernelConfig(kv_tile=4)).sum().backward()
+    for name, each in tensors.items():
+        assert each._version == 0, name
+        assert torch.equal(each, case.tensors[name]), name
+
+
 def test_large_states_of_a_pool_change_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
     case = make_delta_case(lengths=(3,), decay="heads", state=True)
     tensors: dict[str, Any] = dict(case.tensors)

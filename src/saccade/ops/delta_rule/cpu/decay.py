@@ -75,7 +75,7 @@ class HeadDecay(ChunkDecay):
     """One decay a head and token, [chunks, count, chunk]."""
 
     def __init__(self, decay: Tensor, wide: torch.dtype) -> None:
-        total = decay.double().clamp_(min=LEAST_DECAY).cumsum(-1)
+        total = decay.double().clamp(min=LEAST_DECAY).cumsum(-1)  # float64 is the caller's own
         last = total[..., -1:]
         gap = (total.unsqueeze(-1) - total.unsqueeze(-2)).to(wide)
         self.factors = gap.exp_().tril_().unsqueeze(2)  # inf above the diagonal, before that
