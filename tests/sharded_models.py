@@ -37,7 +37,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 MODELS = (
     "llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted", "longrope", "dynamic",
-    "jumping", "packed beside a mask",
+    "jumping", "packed beside a mask", "packed by offsets",
 )  # fmt: skip
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
@@ -58,6 +58,10 @@ def batches(model: str) -> list[dict[str, Any]]:
             batch["position_ids"] = torch.cat(parts)[None]
         if model == "packed beside a mask":  # transformers then keeps none apart
             batch["attention_mask"] = torch.ones_like(tokens)
+        if model == "packed by offsets":  # by a collator for flash attention that counts nothing
+            del batch["position_ids"]
+            ends = torch.tensor([0, 7, 27 + step, 41], dtype=torch.int32)
+            batch |= {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
         if model == "jumping":
             batch["position_ids"] = torch.cat([torch.arange(4, 14), torch.arange(3, 30 + step % 2)])
             batch["position_ids"] = batch["position_ids"][None]
@@ -125,6 +129,8 @@ def refusals() -> dict[str, str]:
         "few": {"input_ids": tokens[:, :1]},
         "items": {"labels": tokens, "num_items_in_batch": "all"},
         "other items": {"labels": tokens, "num_items_in_batch": 14 + dist.get_rank()},
+        "kinds": {"token_type_ids": tokens},
+        "offsets": {"cu_seq_lens_q": torch.tensor([0, 8]), "cu_seq_lens_k": torch.tensor([0, 4])},
         "routers": {"output_router_logits": True},
     }.items():
         try:

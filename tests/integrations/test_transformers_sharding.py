@@ -18,7 +18,7 @@ import torch
 PROGRAM = Path(__file__).parents[1] / "sharded_models.py"
 MODELS = (
     "llama", "gpt_oss", "packed", "unsummed", "dropped", "thawed", "counted", "longrope", "dynamic",
-    "jumping", "packed beside a mask",
+    "jumping", "packed beside a mask", "packed by offsets",
 )  # fmt: skip
 GRAPHS = (
     "layers of gemma2", "inside of llama", "whole of llama", "whole of gemma2", "told of llama",
@@ -43,6 +43,8 @@ REFUSED = {
     "routers of a config": "output_router_logits: got True beside sharded sequences, takes False",
     "items": "num_items_in_batch: got str, takes a number",
     "other items": "num_items_in_batch: got other numbers on rank 1 than on rank 0",
+    "kinds": "token_type_ids: got shape (2, 8) beside sharded sequences, takes nothing with rows",
+    "offsets": "cu_seq_lens_k: got some where cu_seq_lens_q has others, takes the same",
     "module": "model: got Linear, takes a causal language model of transformers",
     "class": "model: got the class Linear, takes a causal language model of transformers",
     "copy": "model: got a copy, or a pickle, of a LlamaForCausalLM whose sequences are sharded",

@@ -40,6 +40,8 @@ NOT_SHARDED = (
 # The same of what a config may ask for as well: weights are never written out, hidden states would
 # be of some rows, and the loss of routers is no sum over rows.
 NOT_GIVEN = ("output_attentions", "output_hidden_states", "output_router_logits")
+# Offsets of packed sequences, as collators for flash attention name them beside tokens.
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class ShardedRows:
@@ -106,8 +108,9 @@ def shard_sequences(
     Returns:
         The model. `input_ids` and `labels` are [batch, length]; packed sequences begin where
         `position_ids`, [1, length], do not go on, unless there is an `attention_mask` (as
-        transformers has it), and padding is refused. `num_items_in_batch` divides the
-        loss of all rows, as it does on one process; where it is None, the number of labels does.
+        transformers has it), and at `cu_seq_lens_q`; padding is refused. `num_items_in_batch`
+        divides the loss of all rows, as it does on one process; where it is None, the number of
+        labels does.
         The model cannot be copied or pickled any more; its state_dict can.
 
     Raises:
@@ -182,9 +185,12 @@ class _Sharded:
             _check_unpadded(attention_mask)
             self.sum_gradients()  # of parameters too that were unfrozen or replaced since
             self._check_batch(input_ids, labels, counted)
-        documents = None
-        if not in_graph and attention_mask is None:  # beside one transformers keeps none apart
-            documents = _documents_of(position_ids)
+        documents, offsets = None, [options.pop(name, None) for name in OFFSETS]
+        if not in_graph:  # beside a mask transformers keeps none apart by their positions
+            told = position_ids if attention_mask is None else None
+            documents = _documents_of(told, _offsets(offsets), input_ids.shape[1])
+        elif any(each is not None for each in offsets):
+            raise ValueError(f"{OFFSETS[0]}: got some in a graph of the whole model, takes None")
         # Dynamo makes numbers of what a range is as long as, and a graph of one shape by that.
         batch, length = (len(range(size)) for size in input_ids.shape)
         device = input_ids.device
@@ -392,14 +398,30 @@ torch.library.impl(
 torch.library.register_fake("saccade::positions_of_one_sequence", _like_positions)
 
 
-def _documents_of(position_ids: Tensor | None) -> masks.Mask | None:
-    """The mask of sequences packed into one row, which begin where positions do not go on."""
-    if position_ids is None:
+def _documents_of(
+    position_ids: Tensor | None, offsets: Tensor | None, length: int
+) -> masks.Mask | None:
+    """The mask of sequences packed into one row, which begin where positions do not go on, and at
+    offsets."""
+    begins = None
+    if position_ids is not None:
+        begins = pad(_begins_anew(position_ids), (1, 0))
+    if offsets is not None:
+        at_offsets = torch.zeros(1, length + 1, dtype=torch.bool, device=offsets.device)
+        at_offsets[:, offsets.long()] = True
+        begins = at_offsets[:, :-1] if begins is None else begins | at_offsets[:, :-1]
+    if begins is None or not bool(begins[:, 1:].any()):
         return None
-    begins = _begins_anew(position_ids)
-    if not bool(begins.any()):
-        return None
-    return masks.documents(pad(begins.long().cumsum(1), (1, 0)))
+    return masks.documents(begins.long().cumsum(1))
+
+
+def _offsets(given: list[Tensor | None]) -> Tensor | None:
+    """Offsets of the sequences of queries and keys, which are the same rows here."""
+    of_queries, of_keys = given
+    if of_keys is not None and (of_queries is None or not torch.equal(of_queries, of_keys)):
+        got = "none" if of_queries is None else "others"
+        raise ValueError(f"{OFFSETS[1]}: got some where {OFFSETS[0]} has {got}, takes the same")
+    return of_queries
 
 
 def _check(
@@ -416,6 +438,12 @@ def _check(
         raise ValueError(f"labels: got {_kind(labels)}, takes the shape of input_ids, {shape}")
     if position_ids is not None and tuple(position_ids.shape) != (1, shape[1]):
         raise ValueError(f"position_ids: got {_kind(position_ids)}, takes [1, {shape[1]}]")
+    for name, each in options.items():
+        if isinstance(each, Tensor) and each.shape[:2] == shape:
+            raise ValueError(
+                f"{name}: got {_kind(each)} beside sharded sequences, takes nothing with rows: "
+                "input_ids, labels and position_ids alone are dealt to ranks"
+            )
     number = isinstance(counted, int | float) and not isinstance(counted, bool)
     if not (counted is None or number or (isinstance(counted, Tensor) and counted.numel() == 1)):
         raise TypeError(f"{COUNTED}: got {_kind(counted)}, takes a number")
