@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from tiny_models import OWN, left_padded, llama, model, sharpened, tokens
 from torch import Tensor
 
@@ -263,6 +264,17 @@ def test_position_bias_and_softcap_change_scores_in_that_order():
 def test_weights_are_not_to_be_had():
     with pytest.raises(ValueError, match="output_attentions: got True"):
         attended(2, 2, output_attentions=True)
+
+
+def test_weights_are_refused_where_layers_do_not_hand_on_that_they_are_wanted():
+    config = transformers.GPT2Config(
+        vocab_size=97, n_embd=32, n_layer=1, n_head=2, n_positions=32, eos_token_id=2
+    )
+    integration.register()
+    gpt2 = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="saccade")
+    with pytest.raises(ValueError, match="output_attentions: got True"):
+        gpt2(tokens(1, 5), output_attentions=True)
+    assert gpt2(tokens(1, 5)).attentions is None
 
 
 def test_paged_cache_drops_nothing():

@@ -35,6 +35,11 @@ from saccade.integrations.transformers.masks import (
     lazy_mask,
 )
 
+try:
+    from transformers.utils import output_capturing
+except ImportError:  # another version keeps it elsewhere
+    output_capturing = None
+
 
 class AttentionStep(Protocol):
     """One step of an engine that keeps keys and values itself.
@@ -248,7 +253,7 @@ def _in_pages(key: Any) -> bool:
 
 def _refuse_what_is_not_served(module: torch.nn.Module, options: Mapping[str, Any]) -> None:
     """Refuse a layer that asks for weights, or hides keys by what is not looked at here."""
-    if options.get("output_attentions"):
+    if options.get("output_attentions") or _weights_are_collected():
         raise ValueError(NO_WEIGHTS)
     for name in NOT_SERVED:
         if options.get(name) is not None:
@@ -256,6 +261,17 @@ def _refuse_what_is_not_served(module: torch.nn.Module, options: Mapping[str, An
                 f"{name}: got some from {type(module).__name__}, takes None; "
                 "attn_implementation='eager' serves them"
             )
+
+
+def _weights_are_collected() -> bool:
+    """Whether a model that is at work was asked for weights: some layers do not hand that on.
+
+    What transformers collects of its layers is private to it. Graphs cannot look there.
+    """
+    collector = getattr(output_capturing, "_active_collector", None)
+    if collector is None or torch.compiler.is_compiling():
+        return False
+    return any(name.endswith("attentions") for name in collector.get() or ())
 
 
 def continuous_forward(*tensors: Any, **options: Any) -> tuple[Tensor, None]:
