@@ -35,6 +35,10 @@ SHAPES = {
     "two batches": ((2, 3, 4, 5, 8), (2, 3, 4, 7, 8), (2, 3, 4, 7, 6)),
     "one head for all": ((2, 4, 5, 8), (2, 1, 7, 8), (2, 1, 7, 6)),
     "one batch for all": ((2, 4, 5, 8), (1, 4, 7, 8), (4, 7, 6)),
+    "one head for some": ((2, 4, 5, 8), (2, 4, 7, 8), (2, 1, 7, 6)),
+    "one query head": ((2, 1, 5, 8), (2, 3, 7, 8), (2, 3, 7, 6)),
+    "keys alone": ((2, 4, 5, 8), (7, 8), (7, 6)),
+    "one head of batches": ((2, 1, 3, 5, 8), (7, 8), (1, 2, 1, 7, 6)),
     "no rows": ((2, 4, 0, 8), (2, 4, 7, 8), (2, 4, 7, 6)),
 }
 
@@ -85,6 +89,21 @@ def test_masks(shapes: str, mask: tuple[int, ...], kind: str) -> None:
     compared(tensors, tensor.requires_grad_(kind.endswith("gradient")))
 
 
+def test_masks_under_autocast_may_be_wider_or_narrower_than_rows() -> None:
+    tensors = [each.float() for each in inputs(*SHAPES["4"])]
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        mask = torch.randn(5, 7).to(dtype).requires_grad_()
+        exact = THEIRS(*(each.bfloat16().double() for each in tensors), mask.double())
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found = ours(tensors[0].bfloat16(), *tensors[1:], mask)
+            theirs = THEIRS(tensors[0].bfloat16(), *tensors[1:], mask)
+        assert found.dtype == theirs.dtype == torch.bfloat16
+        rounding = torch.finfo(torch.bfloat16).eps * exact.abs().max()
+        assert (found - exact).abs().max() <= (theirs - exact).abs().max() + rounding
+        (grad,) = torch.autograd.grad(found.float().sum(), mask)
+        assert grad.dtype == dtype
+
+
 def test_a_row_that_sees_nothing_gives_0() -> None:
     output = ours(*inputs(*SHAPES["4"]), torch.zeros(5, 7, dtype=torch.bool))
     assert not output.any()
@@ -106,8 +125,8 @@ def test_wrong_arguments_are_named() -> None:
         (ValueError, "is_causal: got True with attn_mask", lambda: ours(q, k, v, seen, 0.0, True)),
         (ValueError, r"attn_mask: got \[5, 6\], takes what broadcasts to \[2, 4, 5, 7\]",
          lambda: ours(q, k, v, seen[:, :6])),
-        (TypeError, "attn_mask: got torch.float32, takes bool or query's torch.float64",
-         lambda: ours(q, k, v, seen.float())),
+        (TypeError, "attn_mask: got torch.bfloat16, takes bool, float32 or query's torch.float64",
+         lambda: ours(q, k, v, seen.bfloat16())),
         (ValueError, "query: got 1 dimensions", lambda: ours(q[0, 0, 0], k, v)),
         (ValueError, "takes batches that broadcast", lambda: ours(q, k.repeat(2, 1, 1, 1), v)),
     ]  # fmt: skip

@@ -387,3 +387,14 @@ def test_a_cache_is_neither_pickled_nor_copied(copied):
     cache = saccade.PagedCache(4, page_size=4, num_layers=1, kv_heads=1, head_dim=8)
     with pytest.raises(TypeError, match=r"^PagedCache: got a copy or a pickle of one"):
         copied(cache)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda e: pickle.loads(pickle.dumps(e))]
+)
+def test_an_error_is_sent_to_other_processes_whole(copied):
+    error = saccade.OutOfPagesError(5, 2, "host", "states")
+    found = copied(error)
+    assert type(found) is saccade.OutOfPagesError
+    assert vars(found) == vars(error)
+    assert str(found) == str(error)

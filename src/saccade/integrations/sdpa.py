@@ -60,9 +60,9 @@ def scaled_dot_product_attention(
     Args:
         query: (N, ..., Hq, L, E). key: (N, ..., H, S, E). value: (N, ..., H, S, Ev). Dimensions
             before the rows broadcast.
-        attn_mask: broadcastable to (N, ..., Hq, L, S): bool (True = visible), or of query's dtype,
-            added to the scaled scores; the latter is differentiable. Or a `CausalBias` of
-            `torch.nn.attention.bias`.
+        attn_mask: broadcastable to (N, ..., Hq, L, S): bool (True = visible), or of query's dtype
+            or float32 (under autocast also of 16 bits), added to the scaled scores; the latter is
+            differentiable. Or a `CausalBias` of `torch.nn.attention.bias`.
         dropout_p: the probability that a weight is dropped, in evaluation too.
         is_causal: a row sees the keys up to its own number, counted from the first on.
         scale: 1 / sqrt(E) where None.
@@ -358,16 +358,27 @@ def translated(
         mask = _four_dimensions(attn_mask, leading[:-1])
         if mask.dtype == torch.bool:
             options["mask"] = mask
-        elif mask.dtype == query.dtype:
+        elif mask.dtype in (query.dtype, torch.float32) or _in_autocast(query, mask):
             options["score"] = scores.bias(mask)
         else:
-            raise TypeError(f"attn_mask: got {mask.dtype}, takes bool or query's {query.dtype}")
-    batch = leading[:-1]
+            takes = f"bool, float32 or query's {query.dtype}"
+            raise TypeError(f"attn_mask: got {mask.dtype}, takes {takes}")
+    batch, heads = leading[:-1], leading[-1:]
+    of_keys = [rows.shape[-3:-2] or (1,) * len(heads) for rows in (key, value)]
+    if of_keys[0] != of_keys[1]:  # one of them has a head for all
+        of_keys = [heads, heads]
     query, key, value = (
-        _four_dimensions(rows.expand(*batch, *rows.shape[-3:]), batch)
-        for rows in (query, key, value)
+        _four_dimensions(rows.expand(*batch, *count, *rows.shape[-2:]), batch)
+        for rows, count in zip((query, key, value), (heads, *of_keys), strict=True)
     )
     return SdpaCall(query, key, value, options, leading)
+
+
+def _in_autocast(query: Tensor, mask: Tensor) -> bool:
+    """Whether autocast would give a mask query's dtype. It is added as exactly as it came."""
+    kind = query.device.type
+    narrow = mask.dtype in (torch.float16, torch.bfloat16)
+    return narrow and kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def is_causal_bias(tensor: object) -> bool:
@@ -399,20 +410,21 @@ def _causal(bias: Any, query_len: int, kv_len: int) -> masks.Mask:
 
 def _leading(tensors: tuple[Tensor, ...], enable_gqa: bool) -> torch.Size:
     """The output's dimensions before its rows: those of the batch, and the query heads."""
-    query, key, value = ((1, *tensor.shape[:-2]) for tensor in tensors)
-    heads = query[-1], key[-1], value[-1]
-    grouped = enable_gqa and heads[1] == heads[2]
-    if not grouped and any(count not in (1, heads[0]) for count in heads[1:]):
+    heads = [(1, *tensor.shape[:-2])[-1] for tensor in tensors]
+    most = max(heads) if 0 not in heads else 0
+    if enable_gqa and heads[1] == heads[2]:
+        most = heads[0]
+    elif any(count not in (1, most) for count in heads):
         raise ValueError(
             f"key, value: got {heads[1]} and {heads[2]} heads for query's {heads[0]}, takes as "
-            "many; with enable_gqa=True a divisor"
+            "many or one; with enable_gqa=True a divisor"
         )
     try:
         batch = torch.broadcast_shapes(*(tensor.shape[:-3] for tensor in tensors))
     except RuntimeError:
         shapes = ", ".join(str(list(tensor.shape)) for tensor in tensors)
         raise ValueError(f"query, key, value: got {shapes}, takes batches that broadcast") from None
-    return torch.Size((*batch, *tensors[0].shape[-3:-2]))
+    return torch.Size((*batch, most) if max(tensor.dim() for tensor in tensors) > 2 else batch)
 
 
 def _four_dimensions(tensor: Tensor, batch: torch.Size) -> Tensor:

@@ -149,6 +149,9 @@ class OutOfPagesError(RuntimeError):
         )
         self.needed, self.available, self.where, self.kind = needed, available, where, kind
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.needed, self.available, self.where, self.kind)
+
 
 class PagePool:
     """Page numbers 0 … num_pages - 1, each free, held by sequences, or idle.
