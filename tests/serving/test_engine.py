@@ -234,11 +234,14 @@ def test_one_prompt_may_be_given_alone():
     for prompts in (["hello"] * 2, iter([tokens] * 2), torch.tensor([tokens] * 2)):
         assert served.tokens_of(engine.generate(prompts, **GREEDY)) == [wanted] * 2
     assert engine.generate([], **GREEDY) == []
-    for wrong in ({"input_ids": [tokens]}, 5):
+    assert served.tokens_of(engine.generate(tokens, stop=None, **GREEDY)) == [wanted]
+    for wrong in ({"input_ids": [tokens]}, 5, {5, 6}, torch.tensor(5)):
         with pytest.raises(TypeError, match="prompts: got "):
             engine.generate(wrong, **GREEDY)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match="prompt: got int"):
         engine.generate([tokens, 5], **GREEDY)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match="prompt: got Tensor, takes text or token numbers"):
+        engine.generate([torch.tensor(5), torch.tensor(6)], **GREEDY)
     with pytest.raises(ValueError, match="prompt: got half of a surrogate pair at 1"):
         engine.generate("h\ud800", **GREEDY)
 

@@ -50,6 +50,20 @@ def test_stop_strings_end_a_request_before_them():
     served.assert_nothing_is_held(engine)
 
 
+def test_a_stop_string_before_an_unfinished_character_is_the_reason():
+    """It is found when no token comes any more that could finish the character."""
+
+    class Unfinished(served.LetterTokenizer):
+        def decode(self, token_ids, skip_special_tokens=False):
+            return super().decode(token_ids, skip_special_tokens) + "\ufffd" * bool(token_ids)
+
+    engine = served.engine(tokenizer=Unfinished())
+    prompt = served.prompts()[1]
+    whole = served.LetterTokenizer().decode(served.uncached("llama", tuple(prompt), NEW))
+    found = engine.submit(prompt, stop=whole[4:7], **GREEDY).result()
+    assert found.reason == "stop_string" and found.text == whole[: whole.index(whole[4:7])]
+
+
 def test_threads_submit_and_wait_side_by_side():
     engine = served.engine(num_pages=13)
     prompts, wanted = served.prompts(), served.wanted("llama", NEW)

@@ -448,6 +448,14 @@ class Tokenizer(Protocol):
         ...
 
 
+def check_tokenizer(tokenizer: object) -> None:
+    """Refuse what is no tokenizer, such as the name of one."""
+    able = [callable(getattr(tokenizer, name, None)) for name in ("encode", "decode")]
+    if tokenizer is not None and not all(able):
+        got = type(tokenizer).__name__
+        raise TypeError(f"tokenizer: got {got}, takes a tokenizer with encode and decode, or None")
+
+
 class TextStream:
     """The text of a growing list of tokens, given out piece by piece.
 

@@ -9,11 +9,19 @@ from typing import Any, Literal, NoReturn
 from typing_extensions import Unpack
 
 from saccade import PagedCache
+from saccade.runtime.arguments import check_flag
 from saccade.serving.caller_modes import without_callers_modes
 from saccade.serving.capacity import Capacity, make_capacity
 from saccade.serving.compiled_layers import compile_layers, read_compile
 from saccade.serving.decode_steps import Decoder, read_batch_sizes, why_eager
-from saccade.serving.decoding import Lanes, Sampling, TextStream, Tokenizer, check_number
+from saccade.serving.decoding import (
+    Lanes,
+    Sampling,
+    TextStream,
+    Tokenizer,
+    check_number,
+    check_tokenizer,
+)
 from saccade.serving.merged_products import check_merged, read_merge
 from saccade.serving.model import PackedModel
 from saccade.serving.positions import read_max_length
@@ -146,6 +154,12 @@ class Engine:
     ):
         if preemption not in ("swap", "recompute"):
             raise ValueError(f'preemption: got {preemption!r}, takes "swap" or "recompute"')
+        check_tokenizer(tokenizer)
+        for name, flag in (
+            ("cuda_graphs", cuda_graphs), ("run_ahead", run_ahead), ("warm_up", warm_up),
+        ):  # fmt: skip
+            if flag is not None:
+                check_flag(name, flag)
         check_number("max_sequences", max_sequences, least=1)
         check_number("max_batch_tokens", max_batch_tokens, least=1)
         if max_batch_tokens < max_sequences:
@@ -235,7 +249,8 @@ class Engine:
                 what changes logits before that.
             logprobs: how many of the likeliest tokens are given with their log probabilities,
                 beside the chosen one's. None: not even that.
-            stop: texts at which a request ends; they are not part of its text.
+            stop: texts at which a request ends, before `min_new_tokens` too; they are not part of
+                its text. None: at none.
             stop_tokens: tokens at which it ends. None: those that the model's settings name.
 
         Returns:
@@ -250,6 +265,7 @@ class Engine:
             >>> len(completion.result().tokens)
             4
         """
+        check_options(options)  # `n` is an argument of submit_samples
         return self.submit_samples(prompt, 1, **options)[0]
 
     def submit_samples(

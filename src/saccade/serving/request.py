@@ -6,7 +6,7 @@ import difflib
 import enum
 import operator
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple, SupportsIndex, TypedDict, cast
 
@@ -163,6 +163,8 @@ class Request:
         """Nothing more comes."""
         if self.stream is not None and error is None:
             self.stream.finish()
+            if reason == "length" and self.stream.stopped:  # before an unfinished character
+                reason = "stop_string"
         self.times.finished = time.perf_counter()
         self.reason, self.error = reason, error
         self.state = RequestState.DONE  # the last, for other threads
@@ -186,7 +188,7 @@ class RequestOptions(TypedDict, total=False):
     min_new_tokens: int
     seed: int
     logprobs: int | None
-    stop: str | Sequence[str]
+    stop: str | Iterable[str] | None
     stop_tokens: Iterable[int] | None
 
 
@@ -213,14 +215,29 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     takes = "prompts, each of them text or token numbers, or one of them"
     if isinstance(prompts, str):
         return [prompts]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Iterable):
-        raise TypeError(f"prompts: got {type(prompts).__name__}, takes {takes}")
+    if not _has_order(prompts):
+        raise TypeError(f"prompts: got {_kind(prompts)}, takes {takes}")
     if isinstance(prompts, Tensor):
         return [prompts] if prompts.dim() == 1 else list(prompts)
     several = list(prompts)
-    if several and not any(isinstance(each, (str, Iterable)) for each in several):
+    if several and not any(_is_iterable(each) for each in several):
         return [cast("list[int]", several)]
     return cast("list[Prompt]", several)
+
+
+def _is_iterable(value: object) -> bool:
+    """Whether there is something in it: a tensor or array without dimensions is a number."""
+    return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
+
+
+def _has_order(value: object) -> bool:
+    return _is_iterable(value) and not isinstance(value, (Mapping, Set))
+
+
+def _kind(value: object) -> str:
+    """What a value is, for an error to say."""
+    alone = isinstance(value, Iterable) and not _is_iterable(value)
+    return type(value).__name__ + (" without dimensions" if alone else "")
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) -> list[int]:
@@ -229,8 +246,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) ->
         if tokenizer is None:
             raise TypeError("prompt: got text, takes token numbers where tokenizer is None")
         prompt = tokenizer.encode(read_text("prompt", prompt))
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Iterable):
-        raise TypeError(f"prompt: got {type(prompt).__name__}, takes text or token numbers")
+    if not _has_order(prompt):
+        raise TypeError(f"prompt: got {_kind(prompt)}, takes text or token numbers")
     tokens: list[Any] = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
     if not tokens:
         raise ValueError("prompt: got no token, takes at least one")
@@ -264,8 +281,8 @@ def read_stop_tokens(
     """The tokens at which a request ends."""
     if tokens is None:
         return of_model
-    if isinstance(tokens, (str, Mapping)) or not isinstance(tokens, Iterable):
-        raise TypeError(f"stop_tokens: got {type(tokens).__name__}, takes a list of token numbers")
+    if isinstance(tokens, (str, Mapping)) or not _is_iterable(tokens):
+        raise TypeError(f"stop_tokens: got {_kind(tokens)}, takes a list of token numbers")
     tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     return frozenset(read_token("stop_tokens", token, vocabulary) for token in tokens)
 
@@ -290,13 +307,22 @@ def read_limits(
             f"(max_length is {max_length})"
         )
     stop_tokens = read_stop_tokens(options.get("stop_tokens"), stop_tokens, vocabulary)
-    stop = options.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
-    if not all(isinstance(text, str) and text for text in stop):
-        raise ValueError(f"stop: got {stop!r}, takes texts that are not empty")
+    stop = read_stop(options.get("stop"))
     if stop and not with_text:
         raise ValueError("stop: got texts where tokenizer is None, takes none there")
     return Limits(most, stop_tokens, stop)
+
+
+def read_stop(stop: str | Iterable[str] | None) -> tuple[str, ...]:
+    """The texts at which a request ends."""
+    if stop is None:
+        return ()
+    if isinstance(stop, (bytes, Mapping)) or not _is_iterable(stop):
+        raise TypeError(f"stop: got {_kind(stop)}, takes a text, or a list of texts")
+    texts = (stop,) if isinstance(stop, str) else tuple(stop)
+    if not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f"stop: got {texts!r}, takes texts that are not empty")
+    return texts
 
 
 SAMPLING_OPTIONS = {each.name for each in fields(Sampling)} - {"seed"}
