@@ -165,6 +165,12 @@ def check_real(name: str, value: object) -> None:
         raise TypeError(f"{name}: got {type(value).__name__}, takes a number")
 
 
+def check_flag(name: str, value: object) -> None:
+    """Refuse what is not True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: got {value!r}, takes True or False")
+
+
 def check_number(name: str, value: object, *, least: int | None) -> None:
     """Refuse what is no whole number, or too small a one."""
     if isinstance(value, bool) or not isinstance(value, int):

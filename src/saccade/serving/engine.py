@@ -9,7 +9,6 @@ from typing import Any, Literal, NoReturn
 from typing_extensions import Unpack
 
 from saccade import PagedCache
-from saccade.runtime.arguments import check_flag
 from saccade.serving.caller_modes import without_callers_modes
 from saccade.serving.capacity import Capacity, make_capacity
 from saccade.serving.compiled_layers import compile_layers, read_compile
@@ -19,6 +18,7 @@ from saccade.serving.decoding import (
     Sampling,
     TextStream,
     Tokenizer,
+    check_flag,
     check_number,
     check_tokenizer,
 )
