@@ -195,6 +195,29 @@ def test_rows_of_any_strides(dims):
     torch.testing.assert_close(found, wanted, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("dims", [(8, 8), (5, 3), (3, 16), (24, 1)])
+def test_channels_last(dims):
+    """`pad` keeps PyTorch's channels_last, in which channels lie apart."""
+    tensors = [tensor.requires_grad_() for tensor in rectangle(dims=dims)]
+    output, lse = plain(tensors, None)
+    grad_output = normal(*output.shape, seed=4)
+    wanted = torch.autograd.grad(output, tensors, grad_output)
+    odd = [t.detach().contiguous(memory_format=torch.channels_last) for t in tensors]
+    torch.testing.assert_close(forward(odd, None), (output, lse), rtol=1e-11, atol=1e-12)
+    of_output = grad_output.contiguous(memory_format=torch.channels_last)
+    for gradient, exact in zip(backward([of_output, *odd, output, lse], None), wanted, strict=True):
+        torch.testing.assert_close(gradient, exact, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("scale", [0.4, -0.4])
+def test_one_channel_between_heads(scale):
+    """[batch, rows, heads, 1], as other libraries lay it out, looks like channels_last too."""
+    query, key = normal(2, 5, 4, 1, seed=1), normal(2, 7, 4, 1, seed=2)
+    rows = [query.transpose(1, 2), key.transpose(1, 2), normal(2, 4, 7, 5, seed=3)]
+    wanted = saccade.attention(*rows, scale=scale, implementation="reference")
+    torch.testing.assert_close(saccade.attention(*rows, scale=scale), wanted)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("of", ["query", "key", "value"])
 @pytest.mark.parametrize("causal", [True, False])

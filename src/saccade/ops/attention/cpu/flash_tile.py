@@ -256,10 +256,11 @@ def _with_positive_scale(query: Tensor, scale: float) -> tuple[Tensor, float]:
 def _widen(rows: Tensor, dim: int) -> Tensor:
     """Zero channels up to `dim`: the kernel wants one head size. They change no sum.
 
-    It also reads channels as if their stride were 1, so other strides are copied.
+    It also reads channels as if their stride were 1, so other strides are copied; `pad` keeps
+    those of PyTorch's channels_last.
     """
     if rows.shape[-1] != dim:
-        return F.pad(rows, (0, dim - rows.shape[-1]))
+        rows = F.pad(rows, (0, dim - rows.shape[-1]))
     return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
