@@ -107,9 +107,10 @@ def forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Query, key and value by the tile; dropout with the one seed where the variant has any."""
     query, key, value = rows
-    return dense_tile.forward(
+    found = dense_tile.forward(
         query, key, value, variant, draws_of(variant), pair_block, masked, nan_safe
     )
+    return found.output, found.lse
 
 
 def backward(

@@ -83,6 +83,56 @@ class Draws(NamedTuple):
 _drawn: Remembered[Tensor] = Remembered(MOST_DRAWN, Tensor.numel)
 
 
+class Attended(NamedTuple):
+    """Attention of rows to some keys, with what merges it with that to others.
+
+    That is not the lse alone: where all scores of a row are large, as a mask of -1e9 that is added
+    makes them, rounding the lse takes the log of the sum from it, and with it how many keys there
+    were.
+
+    Attributes:
+        output: [batch, heads, rows, value_dim].
+        row_max: [batch, heads, rows], the largest score; -inf where nothing is seen.
+        row_sum: [batch, heads, rows], Σ exp(score - row_max); 1 where nothing is seen.
+    """
+
+    output: Tensor
+    row_max: Tensor
+    row_sum: Tensor
+
+    @staticmethod
+    def by_lse(output: Tensor, lse: Tensor) -> Attended:
+        """What is known by its lse alone."""
+        return Attended(output, lse, torch.ones_like(lse))
+
+    @property
+    def lse(self) -> Tensor:
+        """The log-sum-exp; -inf where nothing is seen."""
+        return self.row_max + self.row_sum.log()
+
+    def merged(self, other: Attended) -> Attended:
+        """Attention to the keys of both, which are not the same."""
+        row_max = torch.maximum(self.row_max, other.row_max)
+        base = row_max.masked_fill(row_max == -torch.inf, 0)
+        first = self.row_sum * (self.row_max - base).exp()
+        second = other.row_sum * (other.row_max - base).exp()
+        row_sum = first + second
+        row_sum = row_sum.masked_fill(row_sum == 0, 1)
+        output = self.output.to(row_sum.dtype) * (first / row_sum).unsqueeze(-1)
+        output += other.output.to(row_sum.dtype) * (second / row_sum).unsqueeze(-1)
+        return Attended(output, row_max, row_sum)
+
+    def with_sinks(self, sinks: Tensor) -> Attended:
+        """The same with each head's sink in its sums."""
+        sink = sinks.to(self.row_max.dtype).view(1, -1, 1)
+        row_max = torch.maximum(self.row_max, sink)
+        base = row_max.masked_fill(row_max == -torch.inf, 0)
+        of_keys = self.row_sum * (self.row_max - base).exp()
+        row_sum = of_keys + (sink - base).exp()
+        row_sum = row_sum.masked_fill(row_sum == 0, 1)
+        return Attended(self.output * (of_keys / row_sum).unsqueeze(-1), row_max, row_sum)
+
+
 class _Scored(NamedTuple):
     """A rectangle after its scores are known."""
 
@@ -140,8 +190,8 @@ def forward(
     pair_block: PairBlock,
     masked: bool,
     nan_safe: bool,
-) -> tuple[Tensor, Tensor]:
-    """Output and lse of a rectangle. `nan_safe`: inputs hold NaN or inf, which must stay put."""
+) -> Attended:
+    """Attention within a rectangle. `nan_safe`: inputs hold NaN or inf, which must stay put."""
     wide = accumulate_dtype(query.dtype)
     query, key, value = query.to(wide), key.to(wide), value.to(wide)
     query, key, value, nonfinite = _set_nonfinite_apart(query, key, value, nan_safe)
@@ -158,8 +208,8 @@ def forward(
         weights.mul_(scored.kept)
         divisor = row_sum * (1 - variant.dropout_p)
     output = (_packed(weights, key) @ value).view(*query.shape[:3], value.shape[-1]).div_(divisor)
-    lse = (row_max + row_sum.log()).masked_fill(empty, -torch.inf)
-    return output, lse.squeeze(-1)
+    row_max.masked_fill_(empty, -torch.inf)
+    return Attended(output, row_max.squeeze(-1), row_sum.squeeze(-1))
 
 
 def largest(
@@ -201,6 +251,7 @@ def backward(
     masked: bool,
     nan_safe: bool,
     wanted: Collection[int] = (),
+    row_sum: Float[Tensor, "batch query_heads rows"] | None = None,
 ) -> Contributions:
     """The contribution of a rectangle of pairs in the gradients.
 
@@ -208,6 +259,7 @@ def backward(
         lse: of the whole rows, finite (0 where a row sees nothing).
         row_dot: Σ grad_output · output of the whole rows, less the gradient of the lse.
         wanted: slots of the score's captured tensors whose gradients are asked for.
+        row_sum: Σ exp(score - lse) of the whole rows, where rounding the lse changed it; None: 1.
 
     Source: FlashAttention-2 (Dao 2023), section 3.1.2, algorithm 2.
     """
@@ -219,6 +271,8 @@ def backward(
     scaled = query * variant.scale  # the smaller factor: scores are not passed over for it
     scored = _score(scaled, key, variant, draws, pair_block, masked, nonfinite, wanted)
     weights = scored.changed.sub_(lse.unsqueeze(-1)).exp_()
+    if row_sum is not None:
+        weights.div_(row_sum.unsqueeze(-1))
     if nan_safe and scored.visible is not None:  # a NaN row must not reach what it does not see
         weights = weights.masked_fill(~scored.visible, 0)
     if scored.kept is not None:

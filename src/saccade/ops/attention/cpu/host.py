@@ -2,7 +2,7 @@
 
 A plan gives every tile of query rows the runs of keys that it sees. Each run is one rectangle,
 computed by PyTorch's flash kernel where nothing changes the scores (`flash_tile.py`), else in plain
-tiles (`dense_tile.py`). Partial results merge by their lse; gradients add up (`backward.py`).
+tiles (`dense_tile.py`). Partial results merge by their largest scores and sums; gradients add up.
 Nothing here has the size query_len x kv_len.
 
 Both inner paths first compute as if all numbers were finite. NaN or inf in a hidden row would
@@ -11,6 +11,7 @@ show in the result (0 · NaN is NaN), so a result that is not finite is computed
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from saccade.ops.attention.cpu import dense_tile, flash_tile, segments
 from saccade.ops.attention.cpu.block_mask import Run
-from saccade.ops.attention.cpu.dense_tile import PairBlock
+from saccade.ops.attention.cpu.dense_tile import Attended, PairBlock
 from saccade.ops.attention.cpu.flash_tile import PartialTile
 from saccade.ops.attention.cpu.segments import DenseProblem, Segment, clear_padding, parts_of
 from saccade.runtime.rounding import restored, rounded
@@ -76,6 +77,10 @@ def prepared(
     return lambda inputs, variant: forward(inputs, variant, config)
 
 
+# Units of rounding of an lse that weights are off by at least, where they are divided by their sums
+# in the backward pass: 8,192 · eps of float32.
+LEAST_ROUNDING = 2.0**-10
+
 # The problem with some of its keys, and which rows they are, for each piece of a run.
 Pieces = Callable[[Run], Iterator[tuple[DenseProblem, tuple[int, int]]]]
 
@@ -87,12 +92,14 @@ def attend(dense: DenseProblem, pieces: Pieces | None = None) -> tuple[Tensor, T
     """
     if dense.sees_nothing:
         output, lse = _memory(dense)
-        output, lse = output.zero_(), lse.fill_(-torch.inf)
+        found = Attended.by_lse(output.zero_(), lse.fill_(-torch.inf))
     else:
-        output, lse, masked = _compute_tiles(dense, pieces, nan_safe=False)
-        if masked and not bool(output.sum().isfinite()):
-            output, lse, _ = _compute_tiles(dense, pieces, nan_safe=True)
-    return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+        found, masked = _compute_tiles(dense, pieces, nan_safe=False)
+        if masked and not bool(found.output.sum().isfinite()):
+            found, _ = _compute_tiles(dense, pieces, nan_safe=True)
+    if dense.sinks is not None:
+        found = found.with_sinks(dense.sinks)
+    return found.output, found.lse
 
 
 def _memory(dense: DenseProblem) -> tuple[Tensor, Tensor]:
@@ -105,15 +112,15 @@ def _memory(dense: DenseProblem) -> tuple[Tensor, Tensor]:
 
 def _compute_tiles(
     dense: DenseProblem, pieces: Pieces | None, nan_safe: bool
-) -> tuple[Tensor, Tensor, bool]:
+) -> tuple[Attended, bool]:
     """Compute every row tile; also say whether any of them needed the mask."""
     form = dense.flash_at_once if pieces is None and not nan_safe else None
     if form is not None:
         scale, causal = dense.variant.scale, form == "causal"
         whole = flash_tile.forward(dense.query, dense.key, dense.value, scale, None, causal)
-        return *whole, causal
+        return Attended.by_lse(*whole), causal
 
-    def row_tile(pair_block: PairBlock, runs: tuple[Run, ...]) -> tuple[Tensor, Tensor]:
+    def row_tile(pair_block: PairBlock, runs: tuple[Run, ...]) -> Attended:
         """One tile of query rows against all that it sees."""
         partials = []
         for run in runs:
@@ -125,17 +132,19 @@ def _compute_tiles(
     tiles = list(segments.row_tiles(dense))
     masked = any(run.masked for _, runs in tiles for run in runs)
     if len(tiles) == 1:
-        return *row_tile(*tiles[0]), masked
-    output, lse = _memory(dense)
+        return row_tile(*tiles[0]), masked
+    output, row_max = _memory(dense)
+    found = Attended(output, row_max, torch.empty_like(row_max))
     for pair_block, runs in tiles:
         at = segments.slices_of(dense, pair_block).queries
-        output[at], lse[at] = row_tile(pair_block, runs)
-    return output, lse, masked
+        for whole, of_tile in zip(found, row_tile(pair_block, runs), strict=True):
+            whole[at] = of_tile
+    return found, masked
 
 
 def _rectangle(
     dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
-) -> tuple[Tensor, Tensor] | None:
+) -> Attended | None:
     """One rectangle, by the flash kernel where it fits; None if nothing in it is visible."""
     if not dense.fits_flash or nan_safe:
         return _in_dense_tiles(dense, pair_block, masked, nan_safe)
@@ -146,7 +155,8 @@ def _rectangle(
         return None
     pair_block, partial = found
     query, key, value = _rows(dense, pair_block)
-    return flash_tile.forward(query, key, value, dense.variant.scale, partial, causal=False)
+    scale = dense.variant.scale
+    return Attended.by_lse(*flash_tile.forward(query, key, value, scale, partial, causal=False))
 
 
 def _rows(dense: DenseProblem, pair_block: PairBlock) -> tuple[Tensor, Tensor, Tensor]:
@@ -156,10 +166,10 @@ def _rows(dense: DenseProblem, pair_block: PairBlock) -> tuple[Tensor, Tensor, T
 
 def _in_dense_tiles(
     dense: DenseProblem, pair_block: PairBlock, masked: bool, nan_safe: bool
-) -> tuple[Tensor, Tensor]:
+) -> Attended:
     """One rectangle in plain tiles."""
 
-    def piece(rows: PairBlock) -> tuple[Tensor, Tensor]:
+    def piece(rows: PairBlock) -> Attended:
         partials = [
             dense_tile.forward(
                 *_rows(dense, part), dense.variant, dense.draws, part, masked, nan_safe
@@ -170,37 +180,25 @@ def _in_dense_tiles(
 
     batches = []
     for batch in segments.row_pieces(pair_block):
-        outputs, lses = zip(*(piece(rows) for rows in batch), strict=True)
-        batches.append((torch.cat(outputs, dim=2), torch.cat(lses, dim=2)))
-    outputs, lses = zip(*batches, strict=True)
-    return torch.cat(outputs), torch.cat(lses)
+        of_rows = zip(*(piece(rows) for rows in batch), strict=True)
+        batches.append([torch.cat(parts, dim=2) for parts in of_rows])
+    return Attended(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
-def _merged(
-    dense: DenseProblem, pair_block: PairBlock, partials: list[tuple[Tensor, Tensor]]
-) -> tuple[Tensor, Tensor]:
+def _merged(dense: DenseProblem, pair_block: PairBlock, partials: list[Attended]) -> Attended:
     """The sum of partial results over disjoint keys; zeros and -inf where there are none."""
-    if not partials:
-        rows = dense.query[segments.slices_of(dense, pair_block).queries]
-        wide = accumulate_dtype(rows.dtype)
-        output = rows.new_zeros(*rows.shape[:3], dense.value.shape[-1], dtype=wide)
-        return output, rows.new_full(rows.shape[:3], -torch.inf, dtype=wide)
-    output, lse = partials[0]
-    for next_output, next_lse in partials[1:]:
-        total = torch.logaddexp(lse, next_lse)
-        shift = total.masked_fill(total == -torch.inf, 0)
-        wide = total.dtype
-        output = output.to(wide) * (lse - shift).exp().unsqueeze(-1)
-        output += next_output.to(wide) * (next_lse - shift).exp().unsqueeze(-1)
-        lse = total
-    return output, lse
+    if partials:
+        return functools.reduce(Attended.merged, partials)
+    rows = dense.query[segments.slices_of(dense, pair_block).queries]
+    wide = accumulate_dtype(rows.dtype)
+    output = rows.new_zeros(*rows.shape[:3], dense.value.shape[-1], dtype=wide)
+    return Attended.by_lse(output, rows.new_full(rows.shape[:3], -torch.inf, dtype=wide))
 
 
 def add_sinks(output: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """Let each head's sink join the denominators."""
-    total = torch.logaddexp(lse, sinks.to(lse.dtype).view(1, -1, 1))
-    shift = total.masked_fill(total == -torch.inf, 0)
-    return output * (lse - shift).exp().unsqueeze(-1), total
+    found = Attended.by_lse(output, lse).with_sinks(sinks)
+    return found.output, found.lse
 
 
 @computed_without
@@ -386,7 +384,8 @@ class _Rows(NamedTuple):
     lse: Tensor  # finite: 0 where the row sees nothing
     grad_output: Tensor  # 0 where the row sees nothing
     row_dot: Tensor | None  # Σ grad_output · output, less the gradient of the lse
-    plain: bool  # the flash kernel knows nothing of a gradient of the lse
+    row_sum: Tensor | None  # Σ exp(score - lse), where rounding the lse changed it; None: 1
+    plain: bool  # the flash kernel knows nothing of the last two, or of a gradient of the lse
 
     @staticmethod
     def of(dense: DenseProblem, results: BackwardInputs, nan_safe: bool) -> _Rows:
@@ -395,13 +394,33 @@ class _Rows(NamedTuple):
         if bool(sees_nothing.any()):
             grad_output = grad_output.masked_fill(sees_nothing.unsqueeze(-1), 0)
             lse = lse.masked_fill(sees_nothing, 0)
-        plain = grad_lse is not None or not dense.fits_flash or nan_safe
+        row_sum = _lost_sums(dense, lse)
+        plain = grad_lse is not None or not dense.fits_flash or nan_safe or row_sum is not None
         row_dot = None
         if plain or dense.sinks is not None:  # the flash kernel computes its own
             row_dot = (grad_output.to(lse.dtype) * output.to(lse.dtype)).sum(-1)
         if row_dot is not None and grad_lse is not None:
             row_dot = row_dot - grad_lse.masked_fill(sees_nothing, 0)
-        return _Rows(output, lse, grad_output, row_dot, plain)
+        return _Rows(output, lse, grad_output, row_dot, row_sum, plain)
+
+
+def _lost_sums(dense: DenseProblem, lse: Tensor) -> Tensor | None:
+    """Σ exp(score - lse) of each row, where rounding moved an lse so far that weights show it.
+
+    Scores of -1e9 and n keys have the lse -1e9: its dtype has no room for the log of n, and
+    exp(score - lse) would be n times each weight. The sums are computed anew then. Rows whose lse
+    is that of more keys than these, as in a ring, keep what they have; so does NaN.
+    """
+    eps = torch.finfo(lse.dtype).eps
+    size = lse.abs().nan_to_num(0, posinf=0)
+    if dense.sees_nothing or float(size.max()) * eps < LEAST_ROUNDING:
+        return None
+    found, _ = _compute_tiles(dense, None, nan_safe=True)
+    if dense.sinks is not None:
+        found = found.with_sinks(dense.sinks)
+    of_these = (found.lse - lse).abs() <= 2 * eps * size
+    row_sum = found.row_sum * (found.row_max - lse).exp()
+    return row_sum.where(of_these & (found.row_max > -torch.inf), 1)
 
 
 def differentiate(
@@ -412,6 +431,8 @@ def differentiate(
     grad_sinks = None
     if dense.sinks is not None and rows.row_dot is not None:
         sink_weights = (dense.sinks.to(rows.lse.dtype).view(1, -1, 1) - rows.lse).exp()
+        if rows.row_sum is not None:
+            sink_weights = sink_weights / rows.row_sum
         sink_weights = sink_weights.masked_fill(results.lse == -torch.inf, 0)
         grad_sinks = -(sink_weights * rows.row_dot).sum((0, 2))
     sums, tables = _empty_sums(dense, wanted)
@@ -533,6 +554,7 @@ def _dense(
         masked,
         nan_safe,
         wanted,
+        None if rows.row_sum is None else rows.row_sum[queries],
     )
 
 
