@@ -4,6 +4,8 @@ import copy
 import itertools
 import pickle
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -318,6 +320,37 @@ def test_complaints_of_calls():
     with pytest.raises(ValueError, match="length: got 11, takes at least 12: earlier pages"):
         cache.trim(sequence, 11)
     cache.trim(sequence, 12)
+    cache.check()
+
+
+def test_complaints_of_arguments():
+    cache: Any = cache_of()
+    sequence = cache.allocate()
+    slots = cache.append({sequence: 3})
+    rows, query = torch.ones(3, 2, 8), torch.ones(1, 4, 1, 8)
+    cache.write(0, rows, rows, slots)
+    complaints: dict[str, Callable[[], Any]] = {
+        "value: got None, takes a tensor": lambda: cache.write(0, rows, None, slots),
+        "layer: got 0.0, takes a whole number": lambda: cache.write(0.0, rows, rows, slots),
+        "layer: got True": lambda: cache.attend(True, query, [sequence]),
+        "length: got 1.0, takes a whole": lambda: cache.trim(sequence, 1.0),
+        "length: got True": lambda: cache.trim(sequence, True),
+        "sequences: got 0, takes a list": lambda: cache.attend(0, query, sequence),
+        "sequences: got 7, takes a list": lambda: cache.tables(7),
+        "salt: got str, takes bytes": lambda: cache.allocate([1], salt="tenant"),
+        "tokens: got list, takes a mapping": lambda: cache.append([1]),
+        "tokens: got Tensor, takes several": lambda: cache.append({sequence: torch.tensor(3)}),
+        "latent: got 1, takes True or False": lambda: cache_of(latent=1),
+        "prefix_caching: got 'no'": lambda: cache_of(prefix_caching="no"),
+    }
+    for said, call in complaints.items():
+        with pytest.raises(TypeError, match=said):
+            call()
+    with pytest.raises(ValueError, match="num_pages: got a number for the window 5, which no"):
+        saccade.PagedCache({None: 8, 5: 2}, 4, num_layers=1, kv_heads=2, head_dim=8)
+    assert cache.length(sequence) == 3
+    wanted = cache.attend(0, query, [sequence])
+    assert cache.attend(0, query, torch.tensor([sequence])).equal(wanted)
     cache.check()
 
 

@@ -121,6 +121,32 @@ def test_sliding_layers_give_pages_back_and_attend_as_if_they_had_not() -> None:
     assert cache.statistics().used == 0
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_rows_that_see_released_tokens_are_refused(packed: bool) -> None:
+    """What stands in a table for a released page holds other tokens."""
+    cache = saccade.PagedCache(16, 1, num_layers=1, window=3, kv_heads=1, head_dim=8)
+    sequence, other = cache.allocate(), cache.allocate()
+
+    def attend(rows: int) -> torch.Tensor:
+        query = torch.ones(1, 1, rows, 8)
+        if not packed:
+            return cache.attend(0, query, [sequence])
+        offsets = torch.tensor([0, rows, rows], dtype=torch.int32)
+        query = query[0].transpose(0, 1)
+        return cache.attend(0, query, [sequence, other], cu_seqlens_q=offsets)
+
+    cache.append({sequence: 5, other: 1})
+    cache.append({sequence: 3})  # rows 5 to 7 see 2 to 7; 0 and 1 are let go of
+    attend(3)
+    with pytest.raises(ValueError, match="query: got 4 rows of sequence 0, takes 3 at most"):
+        attend(4)
+    cache.trim(sequence, 5)
+    with pytest.raises(ValueError, match="query: got 1 rows of sequence 0, takes 0 at most"):
+        attend(1)
+    cache.append({sequence: 1})
+    attend(1)
+
+
 def test_a_beginning_counts_where_every_kind_has_it() -> None:
     cache = make()
     prompt = list(range(10))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import operator
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -29,7 +29,7 @@ from saccade.kv_cache.storage import (
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged
-from saccade.runtime.arguments import LARGEST_PAGE, check_whole_number
+from saccade.runtime.arguments import LARGEST_PAGE, check_flag, check_whole_number
 from saccade.runtime.spec import DTYPES, QUANTISED
 
 LARGEST_TOKEN = 2**63 - 1  # what the prefix index hashes in eight bytes
@@ -177,11 +177,9 @@ class PagedCache:
         num_states: int = 0,
         host_states: int = 0,
     ):
-        check_whole_number("page_size", page_size, least=1)
-        if page_size > LARGEST_PAGE:
-            raise ValueError(f"page_size: got {page_size}, takes 1 to {LARGEST_PAGE}")
-        if dtype not in DTYPES + QUANTISED:
-            raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
+        _check_pages(page_size, dtype)
+        check_flag("latent", latent)
+        check_flag("prefix_caching", prefix_caching)
         self._grouped = windows is not None
         sizes_of_states = _states_of(states, num_states, host_states)
         of_layers = _windows_of(num_layers, window, windows, paged=not sizes_of_states)
@@ -231,6 +229,8 @@ class PagedCache:
         Returns:
             The sequence's number.
         """
+        if not isinstance(salt, bytes):
+            raise TypeError(f"salt: got {type(salt).__name__}, takes bytes")
         number, tokens = next(self._numbers), _token_list(tokens)
         changes.enter(changes.begun(self._everything, number, tokens, salt))
         return number
@@ -356,6 +356,7 @@ class PagedCache:
                 there is a state, which only the beginning is before.
         """
         held = self.length(sequence)
+        check_whole_number("length", length, least=0)
         if self.states and length not in (0, held):
             raise ValueError(
                 f"length: got {length} for a sequence with a state of {held} tokens, takes "
@@ -412,7 +413,7 @@ class PagedCache:
 
         A released page is replaced by one that the sequence holds: its mask must be the window's.
         """
-        numbers = list(sequences)
+        numbers = _several(sequences)
         return self._by_group([self._tables(group, numbers) for group in self.groups])
 
     @locked
@@ -439,7 +440,7 @@ class PagedCache:
         if not self.states:
             raise ValueError("sequences: got some of a cache without states, takes one with states")
         found = []
-        for sequence in sequences:
+        for sequence in _several(sequences):
             held = self._everything[-1].find(sequence).kept
             if not held:
                 raise ValueError(
@@ -478,13 +479,22 @@ class PagedCache:
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         if self.latent and value is not None:
             raise TypeError("value: got a tensor, takes None: values are a part of keys here")
+        if value is None and not self.latent:
+            raise TypeError("value: got None, takes a tensor; None is for a cache with latent=True")
         value_pages = None if value is None else pages.value_pages
         write_kv_cache(key, value, pages.key_pages, value_pages, slots, **scales, **options)
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
-        """`saccade.attention_paged` over a layer's pages, under the mask of its window, if any."""
+        """`saccade.attention_paged` over a layer's pages, under the mask of its window, if any.
+
+        Raises:
+            ValueError: also for more rows of a sequence than were appended last, where the window
+                of one reaches back to released pages.
+        """
         pages, group = self.pages(layer), self.groups[self._address(layer).group]
+        sequences = _several(sequences)
         if group.window is not None:
+            _check_released(group, sequences, query, options.get("cu_seqlens_q"))
             seen, mask = window_mask(group.window), options.get("mask")
             options["mask"] = seen if mask is None else as_mask(mask) & seen
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
@@ -568,6 +578,8 @@ class PagedCache:
 
     def _address(self, layer: int) -> LayerAddress:
         count = len(self.addresses)
+        if isinstance(layer, bool) or not isinstance(layer, int):
+            raise TypeError(f"layer: got {layer!r}, takes a whole number")
         if not -count <= layer < count:
             raise IndexError(f"layer: got {layer}, takes 0 to {count - 1}")
         return self.addresses[layer]
@@ -591,6 +603,42 @@ class PagedCache:
         return found if self._grouped else found[0]
 
 
+def _several(sequences: Any) -> list[int]:
+    """Numbers of sequences in a list.
+
+    Raises:
+        TypeError: for one number by itself, or what is none.
+    """
+    found = sequences.tolist() if isinstance(sequences, Tensor) else sequences
+    if not isinstance(found, Iterable):
+        raise TypeError(f"sequences: got {found!r}, takes a list of numbers")
+    return list(found)
+
+
+def _check_released(
+    group: Group, sequences: Sequence[int], query: Tensor, offsets: Tensor | None
+) -> None:
+    """Refuse rows whose window reaches back to released pages, as far as no device is asked.
+
+    Other pages stand in for those: their tokens would be read in place of the released ones.
+    """
+    if offsets is None:
+        rows = [query.shape[2] if query.dim() == 4 else 0] * len(sequences)
+    elif offsets.device.type == "cpu":
+        rows = offsets.diff().tolist()
+    else:
+        return
+    for sequence, count in zip(sequences, rows, strict=False):
+        held = group.find(sequence)
+        most = held.length - held.released * group.page_size - (group.window or 0)
+        if held.released and count > most:
+            raise ValueError(
+                f"query: got {count} rows of sequence {sequence}, takes {max(most, 0)} at most: "
+                f"tokens that the row before sees within its window of {group.window} are "
+                "released; attend to tokens before others are appended"
+            )
+
+
 def _page_numbers(held: PageList) -> list[int]:
     """The pages of a sequence; one that it holds in the place of each that was released."""
     if None not in held.pages:
@@ -606,6 +654,9 @@ def _new_tokens(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:
         TypeError, ValueError: naming what is no token and no number of them.
     """
     found: dict[int, Tokens] = {}
+    if not isinstance(tokens, Mapping):
+        got = type(tokens).__name__
+        raise TypeError(f"tokens: got {got}, takes a mapping from sequences to their new tokens")
     for sequence, new in tokens.items():
         if type(new) is not int or new < 0:  # else it is a number of them, as in most calls
             if isinstance(new, int):
@@ -624,6 +675,8 @@ def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
         ValueError: for numbers below 0 or above 2^63 - 1.
     """
     several: Any = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+    if not isinstance(several, Iterable):
+        raise TypeError(f"tokens: got {type(tokens).__name__}, takes several whole numbers")
     found = [_token(token) for token in several]
     if found and not (min(found) >= 0 and max(found) <= LARGEST_TOKEN):
         got = min(found) if min(found) < 0 else max(found)
@@ -652,6 +705,9 @@ def _of_windows(
             raise ValueError(f"{name}: got {got}, takes a number for the window {window} too")
         found.append(numbers[window] if isinstance(numbers, Mapping) else numbers)
         check_whole_number(name, found[-1], least=least)
+    for window in numbers if isinstance(numbers, Mapping) else ():
+        if window not in windows:
+            raise ValueError(f"{name}: got a number for the window {window}, which no layer has")
     return tuple(found)
 
 
@@ -666,6 +722,14 @@ def _sizes_of(count: int, numbers: Mapping[str, int | Sequence[int]]) -> list[La
             check_whole_number(name, each, least=1)
         of_layers.append(several)
     return [LayerSizes(*sizes) for sizes in zip(*of_layers, strict=True)]
+
+
+def _check_pages(page_size: int, dtype: torch.dtype) -> None:
+    check_whole_number("page_size", page_size, least=1)
+    if page_size > LARGEST_PAGE:
+        raise ValueError(f"page_size: got {page_size}, takes 1 to {LARGEST_PAGE}")
+    if dtype not in DTYPES + QUANTISED:
+        raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
 
 
 def _check_latent(sizes: Sequence[LayerSizes], dtype: torch.dtype) -> None:

@@ -58,6 +58,11 @@ class PageList:
         return [page for page in self.host_pages or () if page is not None]
 
     @property
+    def released(self) -> int:
+        """How many pages at its beginning it does not hold any more."""
+        return next((n for n, page in enumerate(self.pages) if page is not None), len(self.pages))
+
+    @property
     def named(self) -> bool:
         """Whether all of its tokens are known."""
         return len(self.tokens) >= self.length
@@ -311,7 +316,7 @@ def trimmed(group: Group, sequence: int, length: int) -> Change:
     held, page_size = group.find(sequence), group.page_size
     if not 0 <= length <= held.length:
         raise ValueError(f"length: got {length}, takes 0 to {held.length}")
-    released = next((n for n, page in enumerate(held.pages) if page is not None), len(held.pages))
+    released = held.released
     if group.window is not None and released and length - group.window < released * page_size:
         least = released * page_size + group.window
         raise ValueError(

@@ -123,7 +123,7 @@ class Attended(NamedTuple):
         return Attended(output, row_max, row_sum)
 
     def with_sinks(self, sinks: Tensor) -> Attended:
-        """The same with each head's sink in its sums."""
+        """Attention whose sums each head's sink joins."""
         sink = sinks.to(self.row_max.dtype).view(1, -1, 1)
         row_max = torch.maximum(self.row_max, sink)
         base = row_max.masked_fill(row_max == -torch.inf, 0)
