@@ -152,6 +152,14 @@ def test_eight_bit_pages_hold_rounded_rows():
 def test_wrong_use_is_named():
     with pytest.raises(TypeError, match="num_pages, max_tokens: got None and None"):
         PagedGenerationCache.for_model(model("llama"))
+    counts: list[tuple[dict[str, Any], type[Exception]]] = [
+        ({"max_tokens": 8, "page_size": 0}, ValueError), ({"max_tokens": 2.5}, TypeError),
+        ({"max_tokens": 0}, ValueError), ({"max_tokens": 8, "batch_size": 0}, ValueError),
+    ]  # fmt: skip
+    for options, error in counts:
+        name, got = [*options.items()][-1]
+        with pytest.raises(error, match=f"^{name}: got {got}, takes a whole number of at least 1"):
+            PagedGenerationCache.for_model(model("llama"), **options)
     mixed: Any = transformers.LlamaConfig()
     mixed.layer_types = ["full_attention", "linear_attention"] * 16
     hybrid = type("Hybrid", (), {"config": mixed})
@@ -164,6 +172,11 @@ def test_wrong_use_is_named():
     cache.update(*rows(2, 5), 1)
     with pytest.raises(ValueError, match="key_states: got a batch of 3, takes the cache's 2"):
         cache.update(*rows(3, 1), 0)
+    with pytest.raises(ValueError, match="num_layers: got 2 for a model whose layer 2 writes"):
+        cache.update(*rows(2, 1), 2)
+    halved = PagedGenerationCache(2, num_pages=8, dtype=torch.float16)
+    with pytest.raises(TypeError, match=r"dtype: got torch\.float16 for keys of torch\.float32"):
+        halved.update(*[each.float() for each in rows(2, 5)], 0)
     layer: Any = cache.layers[0]
     for call in (layer.reset, lambda: layer.reorder_cache(torch.tensor([0]))):
         with pytest.raises(NotImplementedError, match="of the cache"):

@@ -27,6 +27,7 @@ from transformers.cache_utils import CacheLayerMixin
 import saccade
 from saccade.integrations.transformers.deferred import Deferred
 
+EIGHT_BITS = torch.int8, torch.float8_e4m3fn
 MOST_DRAFTS = 128  # tokens behind a long chunk that sliding layers can take back
 
 
@@ -37,6 +38,14 @@ def windows_of(config: Any) -> list[int | None]:
         reach - 1 if kinds and kinds[layer] == "sliding_attention" and reach else None
         for layer in range(config.num_hidden_layers)
     ]
+
+
+def _check_count(name: str, number: object) -> None:
+    """Refuse what is no whole number of at least 1."""
+    if isinstance(number, bool) or not isinstance(number, int):
+        raise TypeError(f"{name}: got {number!r}, takes a whole number of at least 1")
+    if number < 1:
+        raise ValueError(f"{name}: got {number}, takes a whole number of at least 1")
 
 
 def most_pages(max_tokens: int, window: int | None, page_size: int) -> int:
@@ -251,13 +260,20 @@ class PagedGenerationCache(Cache):
             page_size, dtype: as in the class.
 
         Raises:
-            TypeError: unless exactly one of `num_pages` and `max_tokens` is given.
-            ValueError: for a model with layers that keep something else than keys and values.
+            TypeError: unless exactly one of `num_pages` and `max_tokens` is given, and for numbers
+                that are not whole.
+            ValueError: for numbers below 1, and for a model with layers that keep something else
+                than keys and values.
         """
         if (num_pages is None) == (max_tokens is None):
             raise TypeError(
                 f"num_pages, max_tokens: got {num_pages} and {max_tokens}, takes one of the two"
             )
+        for name, number in (
+            ("page_size", page_size), ("max_tokens", max_tokens), ("batch_size", batch_size),
+        ):  # fmt: skip
+            if number is not None:
+                _check_count(name, number)
         config = model.config.get_text_config(decoder=True)
         others = set(getattr(config, "layer_types", None) or ()) - PAGED_LAYERS
         if others or model.config.is_encoder_decoder:
@@ -277,15 +293,32 @@ class PagedGenerationCache(Cache):
 
     # ---- one step ----------------------------------------------------------------------------
 
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Write a layer's new keys and values; give all of them, or their pages."""
+        if layer_idx >= len(self.paged_layers):
+            raise ValueError(
+                f"num_layers: got {len(self.paged_layers)} for a model whose layer {layer_idx} "
+                "writes, takes as many as the model has; for_model counts them"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
     def step_of(self, layer: int, length: int, key: Tensor, value: Tensor) -> PagedStep:
         """The step that a layer of this length is at; the first layer of a step begins it.
 
         Raises:
             OutOfPagesError: if pages are too few for all new tokens; nothing has changed then.
+            TypeError: for a dtype of pages that keys do not go into.
             ValueError: if a layer was left out, or another batch came.
         """
         batch, count = key.shape[0], key.shape[2]
         if self.pages is None:
+            if self._dtype not in (None, key.dtype, *EIGHT_BITS):
+                raise TypeError(
+                    f"dtype: got {self._dtype} for keys of {key.dtype}, takes None (theirs), "
+                    "torch.int8 or torch.float8_e4m3fn"
+                )
             self.pages = saccade.PagedCache(
                 self.num_pages, self.page_size, windows=self.windows,
                 kv_heads=key.shape[1], head_dim=key.shape[3], value_dim=value.shape[3],
