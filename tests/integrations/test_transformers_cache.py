@@ -175,8 +175,9 @@ def test_wrong_use_is_named():
     with pytest.raises(ValueError, match="num_layers: got 2 for a model whose layer 2 writes"):
         cache.update(*rows(2, 1), 2)
     halved = PagedGenerationCache(2, num_pages=8, dtype=torch.float16)
+    key, value = (each.float() for each in rows(2, 5))
     with pytest.raises(TypeError, match=r"dtype: got torch\.float16 for keys of torch\.float32"):
-        halved.update(*[each.float() for each in rows(2, 5)], 0)
+        halved.update(key, value, 0)
     layer: Any = cache.layers[0]
     for call in (layer.reset, lambda: layer.reorder_cache(torch.tensor([0]))):
         with pytest.raises(NotImplementedError, match="of the cache"):
