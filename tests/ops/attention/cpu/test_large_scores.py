@@ -96,12 +96,12 @@ def test_packed_and_pages():
     wanted = saccade.attention(query, key, value, score=score, implementation="reference")
     lengths = torch.tensor([0, 5, 10], dtype=torch.int32), torch.tensor([0, 1300, 2600]).int()
     rows = [tensor.transpose(1, 2).flatten(0, 1) for tensor in (query, key, value)]
-    packed = saccade.attention_varlen(*rows, *lengths, score=score)
+    packed = saccade.attention_varlen(rows[0], rows[1], rows[2], *lengths, score=score)
     torch.testing.assert_close(packed.unflatten(0, (2, 5)).transpose(1, 2), wanted)
     pages = [tensor.unflatten(2, (26, 50)).transpose(1, 2).flatten(0, 1) for tensor in (key, value)]
     table = torch.arange(52, dtype=torch.int32).view(2, 26)
     kv_lens = torch.full((2,), 1300, dtype=torch.int32)
-    paged = saccade.attention_paged(query, *pages, table, kv_lens, score=score)
+    paged = saccade.attention_paged(query, pages[0], pages[1], table, kv_lens, score=score)
     torch.testing.assert_close(paged, wanted)
 
 
@@ -122,7 +122,7 @@ def test_parts_of_the_keys_add_up():
         arguments = saved, grad_output, grad_lse, [], False
         found.append(host.backward(inputs, variant, KernelConfig(), *arguments))
     # The lse of all keys is rounded to 2^-9, so that each weight is off by half of that at most.
-    compare = {"rtol": 2**-9, "atol": 2**-9}
+    compare: dict[str, Any] = {"rtol": 2**-9, "atol": 2**-9}
     torch.testing.assert_close(found[0].query + found[1].query, wanted[0], **compare)
     for name, exact in (("key", wanted[1]), ("value", wanted[2])):
         whole = torch.cat([getattr(part, name) for part in found], 2)
