@@ -37,6 +37,10 @@ PLAIN = {
 }  # fmt: skip
 
 
+# Whole numbers of few bits, which wrap where they leave their range; from where they count.
+NARROW = {torch.int8: -(2**7), torch.uint8: 0, torch.int16: -(2**15)}
+
+
 class Untraceable(TypeError):
     """Says what a function does that cannot be known without its rows, and in which line."""
 
@@ -63,12 +67,14 @@ class Symbol:
     requires_grad = False
     __hash__ = object.__hash__
 
-    def __init__(self, trace: Trace, number: int):
-        self._trace, self._number = trace, number
+    def __init__(self, trace: Trace, number: int, narrow: torch.dtype | None = None):
+        self._trace, self._number, self._narrow = trace, number, narrow
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that a row number of that kind has."""
+        """The dtype that a row number of that kind has, or what was read of few bits."""
+        if self._narrow is not None:
+            return self._narrow
         kind = self._trace.steps[self._number].kind
         return {TRUTH: torch.bool, WHOLE: torch.int64, REAL: torch.float32}[kind]
 
@@ -249,7 +255,7 @@ def _in_place(trace: Trace, name: str, args: Sequence[Any], options: dict[str, A
     before, after = (trace.steps[each._number].kind for each in (symbol, found))
     if before != after:
         raise Untraceable(f"{name} would make a {after} number of a {before} one")
-    symbol._number = found._number
+    symbol._number, symbol._narrow = found._number, found._narrow
     return symbol
 
 
@@ -270,7 +276,25 @@ def as_kind(trace: Trace, value: Any, kind: str) -> Symbol:
 
 def _as_dtype(trace: Trace, value: Any, dtype: torch.dtype) -> Symbol:
     kind = TRUTH if dtype == torch.bool else REAL if dtype.is_floating_point else WHOLE
-    return as_kind(trace, value, kind)
+    found = as_kind(trace, value, kind)
+    return wrapped(trace, found, dtype) if dtype in NARROW else found
+
+
+def narrow_dtype(operands: Sequence[Any]) -> torch.dtype | None:
+    """The dtype of few bits that PyTorch computes in; None: none. Python's numbers have no say."""
+    dtypes = {each.dtype for each in operands if isinstance(each, (Symbol, Tensor))} - {torch.bool}
+    if not dtypes or not dtypes <= NARROW.keys():
+        return None
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def wrapped(trace: Trace, symbol: Symbol, dtype: torch.dtype) -> Symbol:
+    """A whole number as a dtype of few bits has it."""
+    least = NARROW[dtype]
+    from_least = trace.add("-", symbol._number, trace.literal(least)) if least else symbol._number
+    within = trace.add("%", from_least, trace.literal(2 ** torch.iinfo(dtype).bits))
+    number = trace.add("+", within, trace.literal(least)) if least else within
+    return Symbol(trace, number, dtype)
 
 
 def _to(trace: Trace, value: Any, *args: Any, **options: Any) -> Symbol:
@@ -280,7 +304,7 @@ def _to(trace: Trace, value: Any, *args: Any, **options: Any) -> Symbol:
             wanted = wanted.dtype
         if isinstance(wanted, torch.dtype):
             return _as_dtype(trace, value, wanted)
-    return trace.symbol(trace.constant(value))
+    return value if isinstance(value, Symbol) else trace.symbol(trace.constant(value))
 
 
 def _floor(trace: Trace, value: Any) -> Symbol:
@@ -390,7 +414,7 @@ COMPOSED = {
     "double": lambda trace, value: as_kind(trace, value, REAL),
     "half": lambda trace, value: as_kind(trace, value, REAL),
     "bfloat16": lambda trace, value: as_kind(trace, value, REAL),
-    "short": lambda trace, value: as_kind(trace, value, WHOLE),
+    "short": lambda trace, value: _as_dtype(trace, value, torch.int16),
     "int": lambda trace, value: as_kind(trace, value, WHOLE),
     "long": lambda trace, value: as_kind(trace, value, WHOLE),
     "trunc": lambda trace, value: as_kind(trace, value, WHOLE),

@@ -44,6 +44,7 @@ RANDOM = (
     "bernoulli", "multinomial", "exponential", "geometric", "cauchy", "poisson", "dropout",
 )  # fmt: skip
 KNOWN = {*OPERATIONS, *COMPOSED}
+STAYS = ("&", "|", "^", ">>", "min", "max", "where", "%")  # in the range of their operands' dtype
 MADE = ("ones", "zeros", "full", "tensor", "scalar_tensor", "new_ones", "new_zeros", "new_full")
 
 
@@ -190,6 +191,7 @@ class Trace(RowBuilder):
             raise Untraceable(
                 f"a captured tensor is read at a {kind}, takes whole numbers and rows"
             )
+        narrow = table.dtype if table.dtype in symbol.NARROW else None
         label = (self.labels or {}).get(id(table), "")
         key = (id(table), op, tuple(steps))
         if key not in self._reads:
@@ -198,10 +200,18 @@ class Trace(RowBuilder):
             self.tensors.append(table)
             name = f"t{len(self.tensors) - 1}:{letter}{label and ':' + label}"
             self._reads[key] = self.add(op, *steps, detail=name)
-        return self.symbol(self._reads[key])
+        return Symbol(self, self._reads[key], narrow)
 
     def apply(self, op: str, *operands: Any) -> Symbol:
         """An operation on symbols, numbers and captured tensors."""
+        found, dtype = self._applied(op, *operands), symbol.narrow_dtype(operands)
+        if dtype is None or self.steps[found._number].kind != WHOLE:
+            return found
+        if op in STAYS:
+            return Symbol(self, found._number, dtype)
+        return symbol.wrapped(self, found, dtype)
+
+    def _applied(self, op: str, *operands: Any) -> Symbol:
         if op.startswith("r") and op[1:] in OPERATORS.values():
             op, operands = op[1:], operands[::-1]
         if len(operands) != num_operands(op):
