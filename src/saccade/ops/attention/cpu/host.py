@@ -412,8 +412,10 @@ def _lost_sums(dense: DenseProblem, lse: Tensor) -> Tensor | None:
     is that of more keys than these, as in a ring, keep what they have; so does NaN.
     """
     eps = torch.finfo(lse.dtype).eps
+    if dense.sees_nothing or float(lse.abs().max()) * eps < LEAST_ROUNDING:
+        return None
     size = lse.abs().nan_to_num(0, posinf=0)
-    if dense.sees_nothing or float(size.max()) * eps < LEAST_ROUNDING:
+    if float(size.max()) * eps < LEAST_ROUNDING:
         return None
     found, _ = _compute_tiles(dense, None, nan_safe=True)
     if dense.sinks is not None:
