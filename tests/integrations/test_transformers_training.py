@@ -49,6 +49,24 @@ def test_errs_no_more_than_plain_attention(name, batch):
     assert any(key.endswith("sinks") for key in exact) == (name == "gpt_oss")
 
 
+@pytest.mark.parametrize(
+    ("name", "told_by"), [("llama", "positions"), ("llama", "offsets"), ("gpt_oss", "offsets")]
+)
+def test_documents_do_not_see_each_other(name, told_by):
+    """GPT-OSS hands no positions to its masks (transformers 5.23), so offsets alone tell it."""
+    tiny = copy.deepcopy(model(name))
+    tiny.set_attn_implementation("saccade")
+    position_ids = torch.cat([torch.arange(7), torch.arange(13)])[None]
+    offsets = torch.tensor([0, 7, 20], dtype=torch.int32)
+    told: dict[str, Any] = {"position_ids": position_ids}
+    if told_by == "offsets":
+        told |= {"cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets}
+    input_ids = tokens(1, 20)
+    second = tiny(input_ids, use_cache=False, **told).logits[:, 7:]
+    alone = tiny(input_ids[:, 7:], use_cache=False).logits
+    torch.testing.assert_close(second, alone, atol=1e-10, rtol=0)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("name", "batch"), [("llama", "padded"), ("qwen3", "packed")])
 def test_checkpointing_changes_no_bit(name, batch, reentrant):

@@ -84,6 +84,7 @@ def test_few_pages_make_requests_take_turns(folder):
         (("x", "--max-new-tokens", "96"), "max_new_tokens: got 96"),
         (("x", "--top-p", "0"), "top_p: got 0.0"),
         (("",), "prompt: got no token"),
+        (("x", "--json", "no/folder/x.jsonl"), "--json: got no/folder/x.jsonl, takes a file in"),
         (("x", "--device", "abacus"), "--device: got 'abacus', takes cpu, cuda"),
         (("x", "--device", "cuda:64"), "--device: got 'cuda:64', and PyTorch sees"),
     ],

@@ -140,6 +140,8 @@ def generate(
     texts = [*(prompts or []), *_lines(file)]
     if not texts:
         _give_up("give a PROMPT, or --file with one a line")
+    if json is not None and not json.absolute().parent.is_dir():  # before texts come, to be lost
+        _give_up(f"--json: got {json}, takes a file in a folder that there is")
     options: dict[str, Any] = {
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k,
         "top_p": top_p, "seed": seed, "stop": stop or (),
