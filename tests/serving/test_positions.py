@@ -1,5 +1,6 @@
 """How long a request may be, where rotations past a length follow the longest of a step."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import transformers
 
 import saccade
+from saccade.serving.model import PackedModel
 
 FIRST = 32
 LONGROPE = {
@@ -53,3 +55,20 @@ def test_a_model_is_as_it_was_after_its_positions_were_tried():
     with pytest.raises(ValueError, match="max_length"):
         saccade.Engine(model, num_pages=64, max_length=256)
     assert torch.equal(model.model.rotary_emb.inv_freq, before)
+
+
+def test_a_bound_that_a_config_tells_takes_few_passes(monkeypatch):
+    passes = []
+    probe = PackedModel.probe
+    monkeypatch.setattr(
+        PackedModel, "probe", lambda *given, **options: passes.append(0) or probe(*given, **options)
+    )
+    assert saccade.Engine(model_of(LONGROPE, 2**17), num_pages=16).max_length == FIRST
+    assert len(passes) < 16
+
+
+def test_a_bound_that_no_config_tells_is_found():
+    model = model_of(LONGROPE | {"original_max_position_embeddings": 45}, 256)
+    model.model.rotary_emb.config = copy.deepcopy(model.config)
+    model.config.rope_parameters["original_max_position_embeddings"] = 9
+    assert saccade.Engine(model, num_pages=64).max_length == 45

@@ -110,11 +110,25 @@ def positions_alike(model: PackedModel, length: int) -> int | None:
     if are_first(length - 1):
         return None
     alike, other = 0, length - 1
+    told = [bound for bound in _bounds_told(model.module.config) if bound < length]
+    # Where a config tells the bound, two passes find it.
+    tried = [position for bound in told for position in (bound, bound - 1)]
     while other - alike > 1:
-        middle = (alike + other) // 2
-        alike, other = (middle, other) if are_first(middle) else (alike, middle)
+        position = tried.pop(0) if tried else (alike + other) // 2
+        if alike < position < other:
+            alike, other = (position, other) if are_first(position) else (alike, position)
     pass_over(0)
     return other
+
+
+def _bounds_told(config: Any) -> set[int]:
+    """How many positions a config says that a model has had, or has."""
+    text = config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    settings = [vars(text), rope, *(each for each in rope.values() if isinstance(each, dict))]
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    found = {each.get(name) for each in settings for name in names}
+    return {bound for bound in found if isinstance(bound, int) and bound > 1}
 
 
 def read_max_length(model: PackedModel, max_length: int | None) -> int:
