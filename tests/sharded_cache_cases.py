@@ -98,7 +98,17 @@ def lives(group: Any) -> None:
         cache.trim(third, 21)
         cache.free(second)
     grow({third: [5, 6, 7]})
-    same([third, first], 3, sinks=torch.randn(4, generator=generator, dtype=torch.float64))
+    same([third], 3, sinks=torch.randn(4, generator=generator, dtype=torch.float64))
+    same([third, first], 1)
+    query = torch.zeros(2, 4, 3, 8, dtype=torch.float64)
+    # With pages of 2 x 2 tokens, the first's rows before its last see some that were let go of.
+    for cache in (one, all_ranks) if ranks == 2 else ():
+        try:
+            cache.attend(1, query, [third, first])
+        except ValueError as error:
+            assert f"got 3 rows of sequence {first}, takes" in str(error), error
+        else:
+            raise AssertionError("rows that see released tokens were read")
 
 
 def differ(group: Any, refused: Any) -> None:

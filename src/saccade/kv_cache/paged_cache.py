@@ -494,7 +494,7 @@ class PagedCache:
         pages, group = self.pages(layer), self.groups[self._address(layer).group]
         sequences = _several(sequences)
         if group.window is not None:
-            _check_released(group, sequences, query, options.get("cu_seqlens_q"))
+            check_released(group, sequences, query, options.get("cu_seqlens_q"))
             seen, mask = window_mask(group.window), options.get("mask")
             options["mask"] = seen if mask is None else as_mask(mask) & seen
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
@@ -615,16 +615,17 @@ def _several(sequences: Any) -> list[int]:
     return list(found)
 
 
-def _check_released(
-    group: Group, sequences: Sequence[int], query: Tensor, offsets: Tensor | None
-) -> None:
+def check_released(group: Group, sequences: Sequence[int], query: Any, offsets: Any) -> None:
     """Refuse rows whose window reaches back to released pages, as far as no device is asked.
 
-    Other pages stand in for those: their tokens would be read in place of the released ones.
+    Other pages stand in for those: their tokens would be read in place of the released ones. What
+    is no query and no offsets is left for the call to refuse.
     """
+    if not isinstance(query, Tensor):
+        return
     if offsets is None:
         rows = [query.shape[2] if query.dim() == 4 else 0] * len(sequences)
-    elif offsets.device.type == "cpu":
+    elif isinstance(offsets, Tensor) and offsets.dim() == 1 and offsets.device.type == "cpu":
         rows = offsets.diff().tolist()
     else:
         return

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from saccade.kv_cache.paged_cache import PagedCache
+from saccade.kv_cache.paged_cache import PagedCache, check_released
 from saccade.kv_cache.sequences import Group
 from saccade.kv_cache.storage import on_device
 from saccade.masks import NOTHING_HIDDEN, Mask, as_mask
@@ -175,6 +175,7 @@ class ShardedCache(PagedCache):
         mask = as_mask(with_causal(options.pop("mask", None), options.pop("causal", False)))
         score, sinks = as_score(options.pop("score", None)), options.pop("sinks", None)
         if group.window is not None:
+            check_released(group, sequences, query, options.get("cu_seqlens_q"))
             mask = mask & window_mask(group.window) if mask.key else window_mask(group.window)
         facts = {
             "query": f"{tuple(query.shape)} {query.dtype}",
