@@ -630,12 +630,13 @@ def check_released(group: Group, sequences: Sequence[int], query: Any, offsets: 
     else:
         return
     for sequence, count in zip(sequences, rows, strict=False):
-        held = group.find(sequence)
-        most = held.length - held.released * group.page_size - (group.window or 0)
-        if held.released and count > most:
+        held, window = group.find(sequence), group.window or 0
+        # Looked up, not counted: this is done for every layer of a step.
+        if held.has_released(held.length - count - window, group.page_size):
+            most = held.length - held.released * group.page_size - window
             raise ValueError(
                 f"query: got {count} rows of sequence {sequence}, takes {max(most, 0)} at most: "
-                f"tokens that the row before sees within its window of {group.window} are "
+                f"tokens that the row before sees within its window of {window} are "
                 "released; attend to tokens before others are appended"
             )
 

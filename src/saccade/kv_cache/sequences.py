@@ -62,6 +62,11 @@ class PageList:
         """How many pages at its beginning it does not hold any more."""
         return next((n for n, page in enumerate(self.pages) if page is not None), len(self.pages))
 
+    def has_released(self, token: int, page_size: int) -> bool:
+        """Whether the page of one of its tokens is released."""
+        page = max(token, 0) // page_size
+        return page < len(self.pages) and self.pages[page] is None
+
     @property
     def named(self) -> bool:
         """Whether all of its tokens are known."""

@@ -318,8 +318,7 @@ class PackedModel:
         self.latent_layers = integrations.transformers.LatentLayers.of(model) if latents else None
         before = self.buffers()
         layers = self._layers_found()
-        after = self.buffers()
-        self._written_by_passes = {name for name in before if before[name] != after.get(name)}
+        self._written_by_passes = self.buffers_written_since(before)
         self.watch()
         self.numbers = {index: number for number, index in enumerate(layers)}
         self.layers = list(layers.values())
@@ -370,6 +369,10 @@ class PackedModel:
             name: (id(buffer), 0 if buffer.is_inference() else buffer._version)
             for name, buffer in self._model.named_buffers()
         }
+
+    def buffers_written_since(self, before: Mapping[str, tuple[int, int]]) -> set[str]:
+        """Names of buffers that were written, replaced or added since `buffers` gave that."""
+        return {name for name, now in self.buffers().items() if now != before.get(name)}
 
     def weights_version(self) -> int:
         """A number that grows whenever a weight is written in place, or a buffer.

@@ -87,19 +87,16 @@ def positions_within(model: PackedModel, length: int) -> int | None:
 def positions_alike(model: PackedModel, length: int) -> int | None:
     """How many positions have rotations that are the same whatever else is in a step, if fewer than
     `length`."""
-
-    def pass_over(position: int) -> None:
-        model.probe(1, first=position)
-
-    pass_over(0)
+    model.probe(1)
     before = model.buffers()
-    pass_over(length - 1)
-    after = model.buffers()
-    written = [name for name in after if after[name] != before.get(name)]
+    model.probe(1, first=length - 1)
+    written = model.buffers_written_since(before)
+    if not written:
+        return None
 
     def rotations(position: int) -> list[Tensor]:
-        pass_over(0)  # "dynamic" keeps those of a long pass until a short one
-        pass_over(position)
+        model.probe(1)  # "dynamic" keeps those of a long pass until a short one
+        model.probe(1, first=position)
         return [model.module.get_buffer(name).clone() for name in written]
 
     def are_first(position: int) -> bool:
@@ -117,7 +114,7 @@ def positions_alike(model: PackedModel, length: int) -> int | None:
         position = tried.pop(0) if tried else (alike + other) // 2
         if alike < position < other:
             alike, other = (position, other) if are_first(position) else (alike, position)
-    pass_over(0)
+    model.probe(1)
     return other
 
 

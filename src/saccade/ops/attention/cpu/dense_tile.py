@@ -93,29 +93,34 @@ class Attended(NamedTuple):
     Attributes:
         output: [batch, heads, rows, value_dim].
         row_max: [batch, heads, rows], the largest score; -inf where nothing is seen.
-        row_sum: [batch, heads, rows], Σ exp(score - row_max); 1 where nothing is seen.
+        row_sum: [batch, heads, rows], Σ exp(score - row_max); 1 where nothing is seen. None: 1
+            everywhere, as the lse alone is known, which is row_max then.
     """
 
     output: Tensor
     row_max: Tensor
-    row_sum: Tensor
+    row_sum: Tensor | None
 
     @staticmethod
     def by_lse(output: Tensor, lse: Tensor) -> Attended:
         """What is known by its lse alone."""
-        return Attended(output, lse, torch.ones_like(lse))
+        return Attended(output, lse, None)
 
     @property
     def lse(self) -> Tensor:
         """The log-sum-exp; -inf where nothing is seen."""
-        return self.row_max + self.row_sum.log()
+        return self.row_max if self.row_sum is None else self.row_max + self.row_sum.log()
+
+    def sum_above(self, base: Tensor) -> Tensor:
+        """Σ exp(score - base) of each row, [batch, heads, rows]."""
+        found = (self.row_max - base).exp()
+        return found if self.row_sum is None else found.mul_(self.row_sum)
 
     def merged(self, other: Attended) -> Attended:
         """Attention to the keys of both, which are not the same."""
         row_max = torch.maximum(self.row_max, other.row_max)
         base = row_max.masked_fill(row_max == -torch.inf, 0)
-        first = self.row_sum * (self.row_max - base).exp()
-        second = other.row_sum * (other.row_max - base).exp()
+        first, second = self.sum_above(base), other.sum_above(base)
         row_sum = first + second
         row_sum = row_sum.masked_fill(row_sum == 0, 1)
         output = self.output.to(row_sum.dtype) * (first / row_sum).unsqueeze(-1)
@@ -127,7 +132,7 @@ class Attended(NamedTuple):
         sink = sinks.to(self.row_max.dtype).view(1, -1, 1)
         row_max = torch.maximum(self.row_max, sink)
         base = row_max.masked_fill(row_max == -torch.inf, 0)
-        of_keys = self.row_sum * (self.row_max - base).exp()
+        of_keys = self.sum_above(base)
         row_sum = of_keys + (sink - base).exp()
         row_sum = row_sum.masked_fill(row_sum == 0, 1)
         return Attended(self.output * (of_keys / row_sum).unsqueeze(-1), row_max, row_sum)

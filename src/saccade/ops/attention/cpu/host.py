@@ -134,12 +134,14 @@ def _compute_tiles(
     if len(tiles) == 1:
         return row_tile(*tiles[0]), masked
     output, row_max = _memory(dense)
-    found = Attended(output, row_max, torch.empty_like(row_max))
+    row_sum = torch.ones_like(row_max)
     for pair_block, runs in tiles:
         at = segments.slices_of(dense, pair_block).queries
-        for whole, of_tile in zip(found, row_tile(pair_block, runs), strict=True):
-            whole[at] = of_tile
-    return found, masked
+        of_tile = row_tile(pair_block, runs)
+        output[at], row_max[at] = of_tile.output, of_tile.row_max
+        if of_tile.row_sum is not None:
+            row_sum[at] = of_tile.row_sum
+    return Attended(output, row_max, row_sum), masked
 
 
 def _rectangle(
@@ -181,7 +183,7 @@ def _in_dense_tiles(
     batches = []
     for batch in segments.row_pieces(pair_block):
         of_rows = zip(*(piece(rows) for rows in batch), strict=True)
-        batches.append([torch.cat(parts, dim=2) for parts in of_rows])
+        batches.append([torch.cat(parts, dim=2) for parts in of_rows])  # with sums, as tiles are
     return Attended(*(torch.cat(parts) for parts in zip(*batches, strict=True)))
 
 
@@ -421,7 +423,7 @@ def _lost_sums(dense: DenseProblem, lse: Tensor) -> Tensor | None:
     if dense.sinks is not None:
         found = found.with_sinks(dense.sinks)
     of_these = (found.lse - lse).abs() <= 2 * eps * size
-    row_sum = found.row_sum * (found.row_max - lse).exp()
+    row_sum = found.sum_above(lse)
     return row_sum.where(of_these & (found.row_max > -torch.inf), 1)
 
 
