@@ -176,10 +176,15 @@ def _as_e4m3(rows: Tensor, offsets: Tensor | None, mode: str) -> tuple[Tensor, T
         found = of_heads(of_blocks, rows, offsets)
     else:
         found = of_blocks
-    scales = (found / LARGEST_E4M3).clamp_min(TINIEST).float()
+    scales = scale_of_largest(found).float()
     units = rows / scale_of_rows(scales, rows, offsets)
     numbers = units.clamp(-LARGEST_E4M3, LARGEST_E4M3)
     return torch.where(finite, numbers, torch.nan).float().to(E4M3), scales
+
+
+def scale_of_largest(largest: Tensor) -> Tensor:
+    """The scale that gives numbers up to the largest one the range of e4m3; 1 where all are 0."""
+    return (largest / LARGEST_E4M3).clamp_min(TINIEST).masked_fill(largest == 0, 1.0)
 
 
 def of_heads(of_blocks: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:

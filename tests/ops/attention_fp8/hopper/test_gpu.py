@@ -125,6 +125,37 @@ def test_what_is_hidden_cannot_leak() -> None:
     assert bool(seen[0, :, 3].all()) and int(seen.sum()) == 2
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("furthest", [30, 100], ids=["units", "past units"])
+def test_scales_of_values_far_apart(furthest: int, causal: bool) -> None:
+    """Sums change between the scales of blocks as units; of scales past those, all is done again.
+
+    Weights are off by a sixteenth at most, as scores differ by too little to make small ones; all
+    else together is off by less: sums of float32, and the output's rounding to bfloat16.
+    """
+    case = make_case("blocks", (512, 512), (4, 2), (128, 128), causal=causal, scale=0.02)
+    powers = torch.tensor([[0, 1, -1, 0.5], [1, 0, 0.1, -1]]) * furthest
+    case.scales["value_scale"] = torch.exp2(powers).expand(2, 2, 4).contiguous()
+    rows = [each.cuda() for each in case.rows]
+    scales = {name: scale.cuda() for name, scale in case.scales.items()}
+    found = saccade.attention_fp8(*rows, **scales, **case.options, implementation="hopper")
+    query, key, value = case.rows
+    sizes = Case((query, key, value.float().abs().to(value.dtype)), case.scales, case.options)
+    off = (found.cpu().double() - exact(case)).abs()
+    assert bool((off <= (2.0**-4 + 2.0**-8) * exact(sizes)).all())
+
+
+def test_blocks_of_zeros_among_values() -> None:
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 2, 512, 128, dtype=torch.bfloat16) for _ in range(3)]
+    rows[2][:, :, 128:384] = 0
+    truth = saccade.attention(*[each.double() for each in rows])
+    wanted = saccade.attention_fp8(*rows, implementation="cpu")
+    found = saccade.attention_fp8(*[each.cuda() for each in rows], implementation="hopper")
+    bound = WORSE * size(wanted - truth) + SMALL * size(truth)
+    assert size(found.cpu() - truth) <= bound
+
+
 def test_scores_that_leave_their_reference_far_behind() -> None:
     """A later tile's scores are higher by more than float32 holds as a power.
 

@@ -11,6 +11,7 @@ pytest.importorskip("triton")
 from fp8_cases import make_case
 
 import saccade
+from saccade import masks
 from saccade.gpu import language
 from saccade.ops.attention.hopper.configs import REGISTERS, SHARED_MEMORY
 from saccade.ops.attention.hopper.softmax import LAZY_RESCALE
@@ -31,11 +32,13 @@ WIDTHS = [(64, 64), (64, 128), (128, 128), (256, 128), (128, 256), (256, 256)]
 def test_schedules_fit(widths: tuple[int, int], masked: bool) -> None:
     for causal in (False, masked):
         for aligned in (False, True):
-            chosen = configs.choose(Fp8Problem(*widths, masked, False, causal, aligned))
-            assert chosen.shared_memory(*widths) <= SHARED_MEMORY
-            assert BLOCK_ROWS % chosen.kv_tile == 0  # a tile has one scale
-            registers = 128 * chosen.consumers * chosen.consumer_registers
-            assert registers + 128 * chosen.producer_registers <= REGISTERS
+            for long_and_bare in (False, True):
+                problem = Fp8Problem(*widths, masked, False, causal, aligned, long_and_bare)
+                chosen = configs.choose(problem)
+                assert chosen.shared_memory(*widths) <= SHARED_MEMORY
+                assert BLOCK_ROWS % chosen.kv_tile == 0  # a tile has one scale
+                registers = 128 * chosen.consumers * chosen.consumer_registers
+                assert registers + 128 * chosen.producer_registers <= REGISTERS
 
 
 def test_references_are_raised_ahead_where_rows_may_have_seen_nothing() -> None:
@@ -47,6 +50,37 @@ def test_references_are_raised_ahead_where_rows_may_have_seen_nothing() -> None:
     assert max_of(masked=True, causal=True, aligned=False) == "unseen"
     assert max_of(masked=True) == "unseen"
     assert max_of(masked=False, scored=True) == "unseen"  # the kernel makes it "all"
+
+
+def test_three_consumers_where_they_were_timed() -> None:
+    """And where each of their rows sees a key of the first tile that it visits."""
+
+    def consumers(
+        query_len: int = 4096, kv_len: int = 4096, dim: int = 64, scaled: bool = False,
+        half: bool = False, causal: bool = True, mask: Any = None,
+    ) -> int:  # fmt: skip
+        rows = [torch.zeros(1, 1, length, dim) for length in (query_len, kv_len, kv_len)]
+        rows = [each.half() if half else each.to(torch.float8_e4m3fn) for each in rows]
+        scale = torch.ones(()) if scaled else None
+        fp8 = Fp8Options(None, scale, None, None, None, None, None)
+        mask = masks.causal() if causal else mask
+        found = prepare(
+            rows[0], rows[1], rows[2], None, None, None, None, fp8=fp8, mask=mask, score=None,
+            scale=None, sinks=None, return_lse=False, config=None,
+        )  # fmt: skip
+        problem = configs.problem_of(found.inputs, found.variant, causal)
+        chosen = configs.choose(problem)
+        assert not chosen.skip_masked_tile or causal
+        return chosen.consumers
+
+    assert consumers() == consumers(causal=False) == consumers(kv_len=4096 + 256) == 3
+    assert consumers(causal=False, kv_len=5000) == 3
+    others = [
+        consumers(1024, 1024), consumers(kv_len=4096 + 64), consumers(4096, 2048),
+        consumers(dim=128), consumers(scaled=True), consumers(half=True),
+        consumers(causal=False, mask=masks.window(200)),
+    ]  # fmt: skip
+    assert set(others) == {2}
 
 
 def problem(rows: list[torch.Tensor], **options: Any) -> Any:

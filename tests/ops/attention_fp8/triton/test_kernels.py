@@ -124,6 +124,30 @@ def test_nonfinite_numbers_take_part_in_no_mean_and_no_scale() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("mode", ["block", "head"])
+def test_what_is_all_zeros_has_the_scale_1(mode: str) -> None:
+    """As the smallest scale there is, next to others, it would be far from all of them."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, 2, 140, 32).half() for _ in range(3)]
+    for each in rows:
+        each[:, :, 128:] = 0
+        each[:, 1] = 0
+    fp8 = Fp8Options(None, None, None, mode, True, False, None)
+    found = prepare(
+        rows[0], rows[1], rows[2], None, None, None, None, fp8=fp8, mask=None, score=None,
+        scale=None, sinks=None, return_lse=True, config=None,
+    )  # fmt: skip
+    call = host.Fp8Call(found.inputs, found.variant, SMALL, found.quantisation)
+    made = call._quantised(found.inputs)[0], quantise.quantised(found.inputs, found.quantisation)[0]
+    for inputs in made:
+        for name in ("query_scale", "key_scale", "value_scale"):
+            scale = getattr(inputs, name)
+            assert bool((scale[:, 1] == 1).all()) and bool((scale[:, 0].flatten()[:1] < 1).all())
+            if mode == "block":
+                assert bool((scale[:, :, 1] == 1).all())
+
+
+@interpreted
 @pytest.mark.parametrize("incoherent", [False, True])
 def test_queries_and_keys_have_launches_of_their_own(incoherent: bool) -> None:
     """Lengths and strides of one must not be taken for those of the other."""

@@ -50,7 +50,6 @@ from saccade.ops.attention.hopper.softmax import (
     as_matrix,
     finish,
     hide,
-    rescaled,
     spread,
     sum_by_thread,
 )
@@ -65,6 +64,10 @@ from saccade.ops.attention_fp8.hopper.softmax import (
     weigh_by_reference,
 )
 from saccade.ops.attention_fp8.triton.numbers import BLOCK, load_scale
+
+# Sums of weights · values may change between units from 1 / WIDEST to WIDEST: products of two e4m3
+# numbers are from 2^-18 to 2^18, and 2^27 of them times WIDEST^2, or one over it, fit float32.
+WIDEST = gl.constexpr(2.0**40)
 
 
 class Fp8ForwardMeta(NamedTuple):
@@ -302,6 +305,7 @@ def attend(
     keys.wait(kv_iteration)
     kv_start = tile_backwards(rules, tile_range, begin) * KV_TILE
     key_factor = factor * load_scale(scales.key, batch, kv_head, kv_start)
+    value_unit = load_value_unit(scales.value, batch, kv_head, kv_start)
     token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration)), SCORES)
     scores = warpgroup_mma_wait(0, deps=[token])  # [ROWS, KV_TILE]
     keys.release(kv_iteration)
@@ -315,7 +319,8 @@ def attend(
         reference,
         gl.zeros([ROWS, 8], gl.float32, THREADS),  # row_sum
         nothing_summed(VALUE_WIDTH),
-        (scores, key_factor, kv_start),
+        # `value_unit / value_unit` is 1, or NaN.
+        (scores, key_factor, value_unit, change_of_unit(scales.value, value_unit, value_unit)),
     )
     for index in range(begin + 1, num_visits(tile_range)):
         state = fold_tile(
@@ -328,11 +333,10 @@ def attend(
     weights, reference, row_sum, rescale = weigh(
         state, rules, tile_range, num_visits(tile_range) - 1, MAX_OF
     )
-    value_scale = load_value_scale(scales.value, batch, kv_head, state[3][2])
     operand = as_operand(weights, mma_layout(PART))
     values.wait(kv_iteration)
     weighted_sums = add_values(
-        state[2], operand, as_matrix(values.at(kv_iteration)), rescale, value_scale, scales.value
+        state[2], operand, as_matrix(values.at(kv_iteration)), rescale * state[3][3]
     )
     values.release(kv_iteration)
     weighted_sum = joined(weighted_sums)
@@ -343,9 +347,11 @@ def attend(
         shift = shift_of(scales, rules, at, gl.zeros([ROWS, KV_TILE], gl.float32, SCORES))
         row_max += gl.sum(shift, 1) * LOG2_E
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
-    if scales.value is not None:  # noqa: SIM102 (known when compiling)
+    if scales.value is not None:
         if scales.value.step == 0:  # one for all keys
             weighted_sum = weighted_sum * load_scale(scales.value, batch, kv_head, 0)
+        else:
+            weighted_sum = weighted_sum * state[3][2]
     return row_max, row_sum, weighted_sum
 
 
@@ -364,8 +370,10 @@ def fold_tile(
     batch = at[0]
     weights, reference, row_sum, rescale = weigh(state, rules, tile_range, index - 1, MAX_OF)
     kv_start = tile_backwards(rules, tile_range, index) * keys.memory.shape[3]
-    value_scale = load_value_scale(scales.value, batch, kv_head, state[3][2])
     key_factor = factor * load_scale(scales.key, batch, kv_head, kv_start)
+    value_unit = load_value_unit(scales.value, batch, kv_head, kv_start)
+    new_unit = change_of_unit(scales.value, state[3][2], value_unit)
+    rescale *= state[3][3]  # of the weighted sums alone
     operand = as_operand(weights, mma_layout(PART))
     values.wait(kv_iteration)
     value_tile = as_matrix(values.at(kv_iteration))
@@ -374,14 +382,12 @@ def fold_tile(
         sum_token = multiply_values(operand, value_tile, mma_layout(PART))
         scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration + 1)), SCORES)
         product = warpgroup_mma_wait(1, deps=[sum_token])
-        only = add_product(state[2][0], product, rescale, value_scale, scales.value)
+        only = add_product(state[2][0], product, rescale)
         scores, only = warpgroup_mma_wait(0, deps=[scores_token, only])
         weighted_sums = (only,)
         values.release(kv_iteration)
     else:  # no registers are left for scores beside the product of a part
-        weighted_sums = add_values(
-            state[2], operand, value_tile, rescale, value_scale, scales.value
-        )
+        weighted_sums = add_values(state[2], operand, value_tile, rescale)
         values.release(kv_iteration)
         keys.wait(kv_iteration + 1)
         scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration + 1)), SCORES)
@@ -389,7 +395,7 @@ def fold_tile(
     keys.release(kv_iteration + 1)
     if MAX_OF != "first":
         scores = change_and_hide(scores, key_factor, scales, rules, at, kv_start, index, partials)
-    return reference, row_sum, weighted_sums, (scores, key_factor, kv_start)
+    return reference, row_sum, weighted_sums, (scores, key_factor, value_unit, new_unit)
 
 
 @gluon.jit
@@ -425,13 +431,28 @@ def change_and_hide(scores, factor, scales, rules, at, kv_start, index, partials
 
 
 @gluon.jit
-def load_value_scale(scale, batch, kv_head, kv_start):
-    """The scale of a tile's values; 1 where all keys have one, which is multiplied in the end."""
+def load_value_unit(scale, batch, kv_head, kv_start):
+    """The scale of a tile's values, in which the weighted sums are counted; 1 where all keys have
+    one, which is multiplied in the end.
+
+    NaN, so that all is done again, where a sum in such units might leave float32.
+    """
     found = 1.0
     if scale is not None:  # noqa: SIM102 (known when compiling)
         if scale.step != 0:
             found = load_scale(scale, batch, kv_head, kv_start)
+            found = gl.where((found >= 1.0 / WIDEST) & (found <= WIDEST), found, float("nan"))
     return found
+
+
+@gluon.jit
+def change_of_unit(scale, unit, new_unit):
+    """What a sum counted in one unit is multiplied by to be counted in a new one."""
+    factor = 1.0
+    if scale is not None:  # noqa: SIM102 (known when compiling)
+        if scale.step != 0:
+            factor = unit / new_unit
+    return factor
 
 
 @gluon.constexpr_function
@@ -463,7 +484,7 @@ def joined(weighted_sums):
 
 
 @gluon.jit
-def add_values(weighted_sums, operand, value_tile, rescale, value_scale, scale):
+def add_values(weighted_sums, operand, value_tile, rescale):
     """Multiply weights by the values of a tile, [VALUE_WIDTH, KV_TILE], and add that up, one part
     after the other."""
     PART: gl.constexpr = weighted_sums[0].shape[1]
@@ -473,19 +494,14 @@ def add_values(weighted_sums, operand, value_tile, rescale, value_scale, scale):
         values = value_tile.slice(part * PART, PART, dim=0)
         token = multiply_values(operand, values, LAYOUT)
         product = warpgroup_mma_wait(0, deps=[token])
-        added = add_product(weighted_sums[part], product, rescale, value_scale, scale)
-        found = found + (added,)  # noqa: RUF005
+        found = found + (add_product(weighted_sums[part], product, rescale),)  # noqa: RUF005
     return found
 
 
 @gluon.jit
-def add_product(weighted_sum, product, rescale, value_scale, scale):
+def add_product(weighted_sum, product, rescale):
     """The float32 sum of all tiles before, shrunk, and the product of one tile."""
-    if scale is None or scale.step == 0:
-        weighted_sum = weighted_sum * spread(rescale, weighted_sum) + product
-    else:  # one instruction for each number as well: mostly there is nothing to rescale by
-        weighted_sum = rescaled(weighted_sum, rescale) + product * value_scale
-    return weighted_sum
+    return weighted_sum * spread(rescale, weighted_sum) + product
 
 
 @gluon.jit

@@ -45,7 +45,7 @@ class QuantiseConfig(NamedTuple):
 
 # Columns: WIDTHS. Timed on an H200 (benchmarks/results/h200/fp8.txt).
 _QUANTISE_HOPPER = (
-    QuantiseConfig(4, 128, 4, 1), QuantiseConfig(8, 128, 2, 2), QuantiseConfig(8, 0, 1, 2),
+    QuantiseConfig(4, 128, 4, 2), QuantiseConfig(8, 128, 2, 2), QuantiseConfig(8, 0, 1, 2),
 )  # fmt: skip
 _QUANTISE = QuantiseConfig(8, 0, 2, 1)
 

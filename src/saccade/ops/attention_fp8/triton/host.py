@@ -32,7 +32,7 @@ from saccade.gpu.signature import fixed
 from saccade.gpu.tensor_view import View, packed_program_by_heads
 from saccade.ops.attention.triton import call_spec
 from saccade.ops.attention.triton.call_spec import remembered, with_unit_channels
-from saccade.ops.attention_fp8.quantise import TINIEST, of_heads, transform_size
+from saccade.ops.attention_fp8.quantise import of_heads, scale_of_largest, transform_size
 from saccade.ops.attention_fp8.triton import configs
 from saccade.ops.attention_fp8.triton.forward import Scales, attention_fp8_forward
 from saccade.ops.attention_fp8.triton.numbers import blocks_view, parts_view, scale_view
@@ -46,7 +46,6 @@ from saccade.runtime.fp8_spec import (
     BLOCK_ROWS,
     E4M3,
     GIVEN,
-    LARGEST_E4M3,
     Fp8Inputs,
     Quantisation,
     empty_fp8_results,
@@ -347,7 +346,7 @@ class Fp8Call:
             found = largest.amax() if largest.numel() else largest.new_zeros(())
         else:
             found = of_heads(largest, rows, offsets)
-        return (found / LARGEST_E4M3).clamp_min(TINIEST)
+        return scale_of_largest(found)
 
     # ---- what is handed to kernels --------------------------------------------------------------
 

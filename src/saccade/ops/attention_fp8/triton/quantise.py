@@ -153,7 +153,15 @@ def load_mean(mean, number, chunk, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr):
     """WIDTH channels of the mean key of a number."""
     channels = chunk * WIDTH + tl.arange(0, WIDTH)
     pointers = mean + wide(number) * HEAD_DIM + channels
-    return tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)[None, :]
+    if is_hopper() and HEAD_DIM > MOST_KEPT:
+        # Behind a condition that always holds, or each thread would copy what it wants to shared
+        # memory ahead of a block. With fewer channels there are no registers for it.
+        found = tl.zeros([WIDTH], tl.float32)
+        if number >= 0:
+            found = tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)
+    else:
+        found = tl.load(pointers, mask=channels < HEAD_DIM, other=0.0)
+    return found[None, :]
 
 
 # ---- numbers and scales --------------------------------------------------------------------------
@@ -217,6 +225,7 @@ def scale_of(size, blocks, at, length, SCALES: tl.constexpr):
         unit += load_scale(blocks.scale, batch, head, tile * BLOCK)
     elif SCALES == "own":
         unit = tl.maximum(tl.div_rn(size, size * 0.0 + LARGEST), TINIEST)
+        unit = tl.where(size == 0, 1.0, unit)
         tl.store(row_pointers(blocks.scale, batch, head, tile, 0), unit, mask=present)
     elif SCALES == "largest":
         tl.store(row_pointers(blocks.largest, batch, head, tile, 0), size, mask=present)
@@ -311,16 +320,22 @@ def quantise_block(
 def store_rows(
     numbers, at, length, chunks, factor, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """Write a block of rows times a factor as e4m3 numbers, but those past the end."""
+    """Write a block of rows times a factor as e4m3 numbers, but those past the end.
+
+    Triton would have one layout for all that a kernel loads and stores of one shape: of 16 numbers
+    a thread, for which loads of 16 bits then fetch each line twice. So stores have another shape.
+    """
     batch, head, tile = at
     rows = tile * BLOCK + tl.arange(0, BLOCK)
     for chunk in tl.static_range(len(chunks)):
         channels = chunk * WIDTH + tl.arange(0, WIDTH)
-        exists = (rows < length)[:, None]
+        exists = (rows < length)[:, None, None]
         if HEAD_DIM % WIDTH != 0:
-            exists = exists & (channels < HEAD_DIM)[None, :]
-        pointers = row_pointers(numbers, batch, head, rows[:, None], channels[None, :])
-        tl.store(pointers, as_e4m3(chunks[chunk] * factor), mask=exists)
+            exists = exists & (channels < HEAD_DIM)[None, None, :]
+        pointers = row_pointers(numbers, batch, head, rows[:, None, None], channels[None, None, :])
+        # As bytes, since the interpreter gives e4m3 numbers no other shape.
+        made = as_e4m3(chunks[chunk] * factor).to(tl.uint8, bitcast=True)
+        tl.store(pointers.to(tl.pointer_type(tl.uint8)), made[:, None, :], mask=exists)
 
 
 @triton.jit
