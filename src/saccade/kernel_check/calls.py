@@ -656,6 +656,7 @@ class Fp8KernelCall(NamedTuple):
     heads: int = 4
     kv_heads: int = 0  # 0: as many as query heads
     heads_inside: bool = False  # [batch, length, heads, dim] in memory, as projections leave them
+    scaled: bool = True  # whether e4m3 rows have scales
 
     @property
     def operation(self) -> str:
@@ -667,6 +668,7 @@ class Fp8KernelCall(NamedTuple):
         """A name in which calls of one catalogue differ."""
         extras = [f"scales of {self.quantize}s"] if self.quantize != "block" else []
         extras += ["packed"] if self.packed else []
+        extras += [] if self.scaled else [f"{self.length} rows without scales"]
         return " ".join([f"{self.dtype} d{self.head_dim} {self.mask}", *extras])
 
     def user_call(self, device: torch.device) -> tuple[Tensor, list[Tensor]]:
@@ -704,7 +706,7 @@ class Fp8KernelCall(NamedTuple):
     def _scales(
         self, device: torch.device
     ) -> tuple[Tensor, Tensor, Tensor] | tuple[None, None, None]:
-        if self.dtype != "fp8":
+        if self.dtype != "fp8" or not self.scaled:
             return None, None, None
         of_keys = self.kv_heads or self.heads
         query, key, value = (

@@ -44,6 +44,7 @@ from saccade.kernel_check.calls import (
     call_of,
 )
 from saccade.kernel_check.machine_code import Usage
+from saccade.ops.attention_fp8.hopper.configs import LONG as LONG_BARE
 from saccade.ops.attention_fp8.triton.configs import ARCHITECTURES as FP8_ARCHITECTURES
 from saccade.runtime.spec import KernelConfig
 
@@ -151,6 +152,8 @@ HOPPER: tuple[Entry, ...] = (
         (call, PASSES["hopper_fp8"])
         for call in (
             Fp8KernelCall(64, "fp8", "causal"),
+            Fp8KernelCall(64, "fp8", length=LONG_BARE, scaled=False),  # three consumers
+            Fp8KernelCall(64, "fp8", "causal", length=LONG_BARE, scaled=False),
             Fp8KernelCall(128, "fp8"),
             Fp8KernelCall(128, "fp8", "causal"),
             Fp8KernelCall(128, "fp8", "window"),

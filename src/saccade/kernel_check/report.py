@@ -95,6 +95,8 @@ def excuse(compiled: Compiled) -> str:
             architecture, compiled.kernel, call.dtype == "fp32", call.head_dim
         )
     if isinstance(call, Fp8KernelCall):
+        if not call.scaled:
+            return "a few numbers, as three groups of warps share the registers, and are faster"
         return fp8_configs.may_spill(architecture, call.head_dim)
     if isinstance(call, PagedCall) and call.query_len > 1 and usage.looped <= FEW:
         return "a few numbers, once a tile, which short chunks wait for memory to bring"

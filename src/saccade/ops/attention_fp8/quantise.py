@@ -36,7 +36,7 @@ from saccade.runtime.fp8_spec import (
 )
 
 WIDEST_TRANSFORM = 128  # channels that one Hadamard matrix mixes
-TINIEST = torch.finfo(torch.float32).tiny  # of scales, which divide
+TINIEST = 2.0**-118  # of scales, which divide: as small as kernels have them
 
 
 class Quantised(NamedTuple):
@@ -182,9 +182,12 @@ def _as_e4m3(rows: Tensor, offsets: Tensor | None, mode: str) -> tuple[Tensor, T
     return torch.where(finite, numbers, torch.nan).float().to(E4M3), scales
 
 
-def scale_of_largest(largest: Tensor) -> Tensor:
-    """The scale that gives numbers up to the largest one the range of e4m3; 1 where all are 0."""
-    return (largest / LARGEST_E4M3).clamp_min(TINIEST).masked_fill(largest == 0, 1.0)
+def scale_of_largest(largest: Tensor, unit: float = 1.0) -> Tensor:
+    """The scale that gives numbers up to the largest one the range of e4m3; 1 where all are 0.
+
+    unit: in which the largest is counted; by itself it may leave float32.
+    """
+    return (largest / LARGEST_E4M3 * unit).clamp_min(TINIEST).masked_fill(largest == 0, 1.0)
 
 
 def of_heads(of_blocks: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.gpu
 WORSE = 2.0  # times the model's error, where few keys have most of the weight
 BITS_13 = model.Sums(tiles=1)
 SMALL = 2e-3  # of the output's size: sums of float32, and the output's rounding to float16
+BFLOAT16 = 2.0**-8  # of the output's size, where it is rounded to bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +127,7 @@ def test_what_is_hidden_cannot_leak() -> None:
 
 
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("furthest", [30, 100], ids=["units", "past units"])
+@pytest.mark.parametrize("furthest", [30, 118], ids=["units", "past units"])
 def test_scales_of_values_far_apart(furthest: int, causal: bool) -> None:
     """Sums change between the scales of blocks as units; of scales past those, all is done again.
 
@@ -143,6 +144,56 @@ def test_scales_of_values_far_apart(furthest: int, causal: bool) -> None:
     sizes = Case((query, key, value.float().abs().to(value.dtype)), case.scales, case.options)
     off = (found.cpu().double() - exact(case)).abs()
     assert bool((off <= (2.0**-4 + 2.0**-8) * exact(sizes)).all())
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "triton"])
+@pytest.mark.parametrize("form", ["number", "heads", "blocks"])
+@pytest.mark.parametrize("power", [117, -118])
+def test_scales_of_values_at_the_ends_of_the_range(
+    power: int, form: str, implementation: str
+) -> None:
+    """All of the scales are, so outputs are what they are without it, times it."""
+    case = make_case(form, (300, 500), (4, 2), (128, 128), causal=True)
+    truth = exact(case)
+    wanted = expected(case)[0] - truth
+    case.scales["value_scale"] = case.scales["value_scale"] * 2.0**power
+    rows = [each.cuda() for each in case.rows]
+    scales = {name: scale.cuda() for name, scale in case.scales.items()}
+    found = saccade.attention_fp8(
+        rows[0], rows[1], rows[2], **scales, **case.options, implementation=implementation
+    )
+    off = found.cpu().double() * 2.0**-power - truth
+    assert size(off) <= WORSE * size(wanted) + BFLOAT16 * size(truth)
+
+
+@pytest.mark.parametrize("implementation", ["hopper", "triton"])
+@pytest.mark.parametrize("quantize", ["block", "head"])
+@pytest.mark.parametrize("powers", [(0, 0, 127), (127, -100, 0), (-100, 127, 0)], ids=str)
+def test_rows_at_the_ends_of_the_range(
+    powers: tuple[int, int, int], quantize: str, implementation: str
+) -> None:
+    """Sums of keys, keys without their mean and what the transform mixes leave float32 here."""
+    torch.manual_seed(0)
+    rows = [torch.randn(1, heads, 400, 128).clamp(-1.98, 1.98) for heads in (4, 2, 2)]
+    rows[1] = (rows[1] - 1).clamp_min(-1.98)  # a mean
+    query, key, value = (
+        each.bfloat16() * 2.0**power for each, power in zip(rows, powers, strict=True)
+    )
+    options: dict[str, Any] = {
+        "causal": True, "scale": 0.1 * 2.0 ** -(powers[0] + powers[1]), "return_lse": True,
+    }  # fmt: skip
+    truth = saccade.attention(query.double(), key.double(), value.double(), **options)[0]
+    options["quantize"] = quantize
+    wanted = saccade.attention_fp8(query, key, value, implementation="cpu", **options)
+    on_device = [each.cuda() for each in (query, key, value)]
+    found = saccade.attention_fp8(
+        on_device[0], on_device[1], on_device[2], implementation=implementation, **options
+    )
+    off, wanted_off = (
+        (each[0].cpu().double() - truth) * 2.0 ** -powers[2] for each in (found, wanted)
+    )
+    assert size(off) <= WORSE * size(wanted_off) + BFLOAT16 * size(truth * 2.0 ** -powers[2])
+    torch.testing.assert_close(found[1].cpu(), wanted[1], atol=0.02, rtol=0)
 
 
 def test_blocks_of_zeros_among_values() -> None:

@@ -125,6 +125,47 @@ def test_nonfinite_numbers_take_part_in_no_mean_and_no_scale() -> None:
 
 @interpreted
 @pytest.mark.parametrize("mode", ["block", "head"])
+@pytest.mark.parametrize("smooth", [False, True])
+@pytest.mark.parametrize("incoherent", [False, True])
+def test_quantises_rows_of_any_size(incoherent: bool, smooth: bool, mode: str) -> None:
+    """Rows times a power of two have the same numbers, and scales times it, where sums of keys,
+    keys without their mean and what the transform mixes leave float32, too.
+
+    Rows are of float32, as the interpreter multiplies bfloat16 wrongly.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = [torch.randn(1, 1, length, 32, generator=generator) for length in (20, 140, 140)]
+    rows = [each.clamp(-1.98, 1.98) for each in rows]
+    rows[1] = (rows[1] - 1).clamp_min(-1.98)  # a mean
+    rows[1][:, :, 5] = 1.98
+    fp8 = Fp8Options(None, None, None, mode, incoherent, smooth, None)
+
+    def made(*powers: int) -> tuple[Any, Any]:
+        query, key, value = (each.half() for each in rows)
+        found = prepare(
+            query, key, value, None, None, None, None, fp8=fp8, mask=None, score=None, scale=None,
+            sinks=None, return_lse=True, config=None,
+        )  # fmt: skip
+        sized = [each * 2.0**power for each, power in zip(rows, powers, strict=True)]
+        inputs = found.inputs._replace(query=sized[0], key=sized[1], value=sized[2])
+        call = host.Fp8Call(inputs, found.variant, SMALL, found.quantisation)
+        return call._quantised(inputs)
+
+    wanted, of_wanted = made(0, 0, 0)
+    for powers in ((127, -80, 127), (-80, 127, -100)):
+        found, shift = made(*powers)
+        for name, power in zip(("query", "key", "value"), powers, strict=True):
+            numbers, exact = (getattr(each, name).float() for each in (found, wanted))
+            assert torch.equal(numbers, exact)
+            scales = [getattr(each, f"{name}_scale").double() for each in (found, wanted)]
+            assert torch.equal(scales[0], scales[1] * 2.0**power)
+        assert (shift is None) == (not smooth)
+        if smooth:
+            assert torch.equal(shift, of_wanted * 2.0 ** (powers[0] + powers[1]))
+
+
+@interpreted
+@pytest.mark.parametrize("mode", ["block", "head"])
 def test_what_is_all_zeros_has_the_scale_1(mode: str) -> None:
     """As the smallest scale there is, next to others, it would be far from all of them."""
     torch.manual_seed(0)

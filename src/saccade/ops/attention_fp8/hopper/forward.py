@@ -21,7 +21,7 @@ Source: FlashAttention-3 (Shah et al. 2024), section 3.3.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from saccade.gpu.hopper.pipeline import (
     flag_at,
@@ -63,11 +63,8 @@ from saccade.ops.attention_fp8.hopper.softmax import (
     weigh_by_largest,
     weigh_by_reference,
 )
+from saccade.ops.attention_fp8.hopper.value_units import change_of_unit, in_numbers, load_unit
 from saccade.ops.attention_fp8.triton.numbers import BLOCK, load_scale
-
-# Sums of weights · values may change between units from 1 / WIDEST to WIDEST: products of two e4m3
-# numbers are from 2^-18 to 2^18, and 2^27 of them times WIDEST^2, or one over it, fit float32.
-WIDEST = gl.constexpr(2.0**40)
 
 
 class Fp8ForwardMeta(NamedTuple):
@@ -80,6 +77,24 @@ class Fp8ForwardMeta(NamedTuple):
     PRODUCER_REGISTERS: int
     MAX_OF: str
     SKIP_MASKED_TILE: bool
+
+
+class WaitingTile(NamedTuple):
+    """A tile of keys whose products are there, and whose values are to be added."""
+
+    scores: Any  # [ROWS, KV_TILE]; but for their factor, unless the caller changes scores
+    factor: Any  # of the scores
+    unit: Any  # in which sums are counted with this tile's values
+    change_of_unit: Any  # what sums without them are multiplied by
+
+
+class Sums(NamedTuple):
+    """The running softmax of 64 query rows, without the tile that waits."""
+
+    reference: Any  # [ROWS, 8], by thread: what is subtracted from scores (see `softmax.py`)
+    row_sum: Any  # [ROWS, 8]
+    weighted_sums: Any  # a tuple: [ROWS, part_of(VALUE_WIDTH)] for each part of the channels
+    waiting: Any  # a WaitingTile
 
 
 @gluon.jit(do_not_specialize=["rules"])
@@ -305,7 +320,7 @@ def attend(
     keys.wait(kv_iteration)
     kv_start = tile_backwards(rules, tile_range, begin) * KV_TILE
     key_factor = factor * load_scale(scales.key, batch, kv_head, kv_start)
-    value_unit = load_value_unit(scales.value, batch, kv_head, kv_start)
+    unit = load_unit(scales.value, batch, kv_head, kv_start)
     token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration)), SCORES)
     scores = warpgroup_mma_wait(0, deps=[token])  # [ROWS, KV_TILE]
     keys.release(kv_iteration)
@@ -315,29 +330,30 @@ def attend(
     reference = gl.full([ROWS, 8], NOTHING, gl.float32, THREADS)
     if MAX_OF == "first":
         reference, _ = raise_by_largest(scores, exponent_factor(key_factor, rules), reference)
-    state = (
+    no_change = change_of_unit(scales.value, unit, unit)  # 1, or NaN
+    sums = Sums(
         reference,
-        gl.zeros([ROWS, 8], gl.float32, THREADS),  # row_sum
+        gl.zeros([ROWS, 8], gl.float32, THREADS),
         nothing_summed(VALUE_WIDTH),
-        # `value_unit / value_unit` is 1, or NaN.
-        (scores, key_factor, value_unit, change_of_unit(scales.value, value_unit, value_unit)),
+        WaitingTile(scores, key_factor, unit, no_change),
     )
     for index in range(begin + 1, num_visits(tile_range)):
-        state = fold_tile(
+        sums = fold_tile(
             query_tile, keys, values, scales, rules, at, kv_head, factor, tile_range, index,
-            partials, kv_iteration, state, MAX_OF,
+            partials, kv_iteration, sums, MAX_OF,
         )  # fmt: skip
         kv_iteration += 1
     queries.release(tile_iteration)
     # The last tile, after which there are no more scores.
+    waiting = sums.waiting
     weights, reference, row_sum, rescale = weigh(
-        state, rules, tile_range, num_visits(tile_range) - 1, MAX_OF
+        sums, rules, tile_range, num_visits(tile_range) - 1, MAX_OF
     )
     operand = as_operand(weights, mma_layout(PART))
     values.wait(kv_iteration)
-    weighted_sums = add_values(
-        state[2], operand, as_matrix(values.at(kv_iteration)), rescale * state[3][3]
-    )
+    rescale *= waiting.change_of_unit
+    value_tile = as_matrix(values.at(kv_iteration))
+    weighted_sums = add_values(sums.weighted_sums, operand, value_tile, rescale)
     values.release(kv_iteration)
     weighted_sum = joined(weighted_sums)
     # [ROWS] from here on
@@ -347,33 +363,29 @@ def attend(
         shift = shift_of(scales, rules, at, gl.zeros([ROWS, KV_TILE], gl.float32, SCORES))
         row_max += gl.sum(shift, 1) * LOG2_E
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
-    if scales.value is not None:
-        if scales.value.step == 0:  # one for all keys
-            weighted_sum = weighted_sum * load_scale(scales.value, batch, kv_head, 0)
-        else:
-            weighted_sum = weighted_sum * state[3][2]
+    weighted_sum = in_numbers(weighted_sum, waiting.unit, scales.value, batch, kv_head)
     return row_max, row_sum, weighted_sum
 
 
 @gluon.jit
 def fold_tile(
     query_tile, keys, values, scales, rules, at, kv_head, factor, tile_range, index, partials,
-    kv_iteration, state, MAX_OF: gl.constexpr,
+    kv_iteration, sums, MAX_OF: gl.constexpr,
 ):  # fmt: skip
-    """Weigh the scores of the state, add up their values, and multiply the tile of keys of number
-    `index`, whose scores the next state holds.
+    """Weigh the scores of the tile that waits, add up its values, and multiply the tile of keys of
+    number `index`, which waits next.
 
     While one consumer computes exponents, the products of the other one run.
     """
     SCORES: gl.constexpr = mma_layout(keys.memory.shape[3])
     PART: gl.constexpr = part_of(values.memory.shape[3])
-    batch = at[0]
-    weights, reference, row_sum, rescale = weigh(state, rules, tile_range, index - 1, MAX_OF)
+    batch, waiting = at[0], sums.waiting
+    weights, reference, row_sum, rescale = weigh(sums, rules, tile_range, index - 1, MAX_OF)
     kv_start = tile_backwards(rules, tile_range, index) * keys.memory.shape[3]
     key_factor = factor * load_scale(scales.key, batch, kv_head, kv_start)
-    value_unit = load_value_unit(scales.value, batch, kv_head, kv_start)
-    new_unit = change_of_unit(scales.value, state[3][2], value_unit)
-    rescale *= state[3][3]  # of the weighted sums alone
+    unit = load_unit(scales.value, batch, kv_head, kv_start)
+    new_change = change_of_unit(scales.value, waiting.unit, unit)
+    rescale *= waiting.change_of_unit  # of the weighted sums alone
     operand = as_operand(weights, mma_layout(PART))
     values.wait(kv_iteration)
     value_tile = as_matrix(values.at(kv_iteration))
@@ -382,12 +394,12 @@ def fold_tile(
         sum_token = multiply_values(operand, value_tile, mma_layout(PART))
         scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration + 1)), SCORES)
         product = warpgroup_mma_wait(1, deps=[sum_token])
-        only = add_product(state[2][0], product, rescale)
+        only = add_product(sums.weighted_sums[0], product, rescale)
         scores, only = warpgroup_mma_wait(0, deps=[scores_token, only])
         weighted_sums = (only,)
         values.release(kv_iteration)
     else:  # no registers are left for scores beside the product of a part
-        weighted_sums = add_values(state[2], operand, value_tile, rescale)
+        weighted_sums = add_values(sums.weighted_sums, operand, value_tile, rescale)
         values.release(kv_iteration)
         keys.wait(kv_iteration + 1)
         scores_token = multiply_keys(query_tile, as_matrix(keys.at(kv_iteration + 1)), SCORES)
@@ -395,29 +407,30 @@ def fold_tile(
     keys.release(kv_iteration + 1)
     if MAX_OF != "first":
         scores = change_and_hide(scores, key_factor, scales, rules, at, kv_start, index, partials)
-    return reference, row_sum, weighted_sums, (scores, key_factor, value_unit, new_unit)
+    waiting = WaitingTile(scores, key_factor, unit, new_change)
+    return Sums(reference, row_sum, weighted_sums, waiting)
 
 
 @gluon.jit
-def weigh(state, rules, tile_range, index, MAX_OF: gl.constexpr):
-    """The weights of the state's scores, which are those of tile `index`; references and sums of
-    weights with them; and what shrinks everything before.
+def weigh(sums, rules, tile_range, index, MAX_OF: gl.constexpr):
+    """The weights of the tile that waits, number `index`; references and sums of weights with them;
+    and what shrinks everything before.
 
     MAX_OF says in which tiles references are raised before: "all", "first" (so in none of these),
     or "unseen".
     """
-    reference, row_sum, scores, key_factor = state[0], state[1], state[3][0], state[3][1]
-    factor = exponent_factor(key_factor, rules)
+    reference, scores = sums.reference, sums.waiting.scores
+    factor = exponent_factor(sums.waiting.factor, rules)
     if MAX_OF == "all":
-        weights, sums, reference, rescale = weigh_by_largest(scores, factor, reference)
+        weights, added, reference, rescale = weigh_by_largest(scores, factor, reference)
     elif MAX_OF == "first":
-        weights, sums, reference, rescale = weigh_by_reference(scores, factor, reference)
+        weights, added, reference, rescale = weigh_by_reference(scores, factor, reference)
     else:
         if index > tile_range.num_partial:
-            weights, sums, reference, rescale = weigh_by_reference(scores, factor, reference)
+            weights, added, reference, rescale = weigh_by_reference(scores, factor, reference)
         else:
-            weights, sums, reference, rescale = weigh_by_largest(scores, factor, reference)
-    return weights, reference, row_sum * rescale + sums, rescale
+            weights, added, reference, rescale = weigh_by_largest(scores, factor, reference)
+    return weights, reference, sums.row_sum * rescale + added, rescale
 
 
 @gluon.jit
@@ -428,31 +441,6 @@ def change_and_hide(scores, factor, scales, rules, at, kv_start, index, partials
     if index < partials:  # all others run without mask arithmetic
         scores = hide(scores, rules, at, kv_start)
     return scores
-
-
-@gluon.jit
-def load_value_unit(scale, batch, kv_head, kv_start):
-    """The scale of a tile's values, in which the weighted sums are counted; 1 where all keys have
-    one, which is multiplied in the end.
-
-    NaN, so that all is done again, where a sum in such units might leave float32.
-    """
-    found = 1.0
-    if scale is not None:  # noqa: SIM102 (known when compiling)
-        if scale.step != 0:
-            found = load_scale(scale, batch, kv_head, kv_start)
-            found = gl.where((found >= 1.0 / WIDEST) & (found <= WIDEST), found, float("nan"))
-    return found
-
-
-@gluon.jit
-def change_of_unit(scale, unit, new_unit):
-    """What a sum counted in one unit is multiplied by to be counted in a new one."""
-    factor = 1.0
-    if scale is not None:  # noqa: SIM102 (known when compiling)
-        if scale.step != 0:
-            factor = unit / new_unit
-    return factor
 
 
 @gluon.constexpr_function

@@ -2,7 +2,9 @@
 the sums (0 · NaN is NaN).
 
 It happens seldom, so the consumer does it alone, with plain loads and products from registers, 16
-keys at a time. Numbers are multiplied as float16, which holds all e4m3 numbers exactly.
+keys at a time. Numbers are multiplied as float16, which holds all e4m3 numbers exactly. So are rows
+whose values have scales by which sums may leave float32: here sums are divided by the number of
+keys as they grow, so that they are no larger than the largest value.
 """
 
 # Triton's language has no types that a checker follows.
@@ -49,12 +51,19 @@ def attend_nan_safe(
         if scales.shift is not None and rules.score is None:
             row_max += gl.sum(shift_of(scales, rules, at, weighted_sum), 1) * LOG2_E
         multiplier, natural_lse = settle(row_max, row_sum, sinks, query_head)
+        multiplier = multiplier * summands(at[4])
         attended = (weighted_sum * multiplier[:, None]).to(output.ptr.dtype.element_ty)
         row, channel = places_of(attended, first_row, first_channel)
         exist = (row < query_len) & (channel < VALUE_DIM)
         gl.store(row_pointers(output, batch, query_head, row, channel), attended, mask=exist)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
+
+
+@gluon.jit
+def summands(kv_len):
+    """Twice as many as there are keys, at least 2."""
+    return 2.0 * gl.maximum(kv_len, 1).to(gl.float32)
 
 
 @gluon.jit
@@ -110,6 +119,7 @@ def fold_part(
     lifted = (weights * LIFTED).to(gl.float8e4nv).to(gl.float16)
     nothing = gl.zeros([ROWS, CHANNELS], gl.float32, MMA)
     product = mma_v2(gl.convert_layout(lifted, LEFT), half_values, nothing)
-    value_scale = load_scale(scales.value, batch, kv_head, kv_start) / LIFTED
-    weighted_sum = weighted_sum * rescale[:, None] + product * value_scale
+    means = product * (1.0 / (summands(kv_len) * LIFTED))
+    value_scale = load_scale(scales.value, batch, kv_head, kv_start)
+    weighted_sum = weighted_sum * rescale[:, None] + means * value_scale
     return row_max, row_sum, weighted_sum

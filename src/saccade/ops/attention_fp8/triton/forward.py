@@ -41,6 +41,11 @@ from saccade.ops.attention_fp8.triton.quantise import load_values
 from saccade.runtime.fp8_spec import WEIGHTS_LOG2
 
 LIFT: Any = tl.constexpr(float(WEIGHTS_LOG2))  # weights are 2^LIFT times their size
+# The unit that sums are counted in, of the largest scale of values so far: products times 2^60 and
+# the number of keys fit float32, and scales 2^180 times smaller still count. From the smallest unit
+# to the largest, 2^60, what changes units is a normal number.
+UNIT_OF_SCALE: Any = tl.constexpr(2.0**-60)
+SMALLEST_UNIT: Any = tl.constexpr(2.0**-66)
 
 
 class Scales(NamedTuple):
@@ -50,6 +55,23 @@ class Scales(NamedTuple):
     key: Any
     value: Any
     shift: Any  # a View of numbers of query rows, or None
+
+
+class Sums(NamedTuple):
+    """The running softmax of a tile of query rows.
+
+    The product of a tile's weights and values is added to the weighted sum when the next tile is
+    folded in, so that the tensor core goes on with the next tile's scores meanwhile. Sums are
+    counted in a unit that grows with the scales of values, if these go by blocks: as numbers they
+    may leave float32 where their means do not.
+    """
+
+    row_max: Any  # [QUERY_TILE]
+    row_sum: Any
+    weighted_sum: Any  # [QUERY_TILE, VALUE_WIDTH]
+    product: Any  # of the tile that was folded in last
+    product_scale: Any  # the scale of its values, in the unit
+    unit: Any
 
 
 @triton.jit(do_not_specialize=["rules"])
@@ -123,30 +145,29 @@ def attention_fp8_forward(
                     HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, True, True,
                 )  # fmt: skip
     multiplier, natural_lse = finish(state, shift, sinks, query_head, rules.score is None)
-    if scales.value is not None:  # noqa: SIM102 (known when compiling)
-        if scales.value.step == 0:  # one for all keys
-            multiplier = multiplier * load_scale(scales.value, batch, at[2], 0)
     attended = total_of(state) * multiplier[:, None]
+    if scales.value is not None:  # last: only means of values are sure to suit float32
+        if scales.value.step == 0:  # one for all keys
+            attended = attended * load_scale(scales.value, batch, at[2], 0)
+        else:
+            attended = attended * state.unit
     store_tile(output, batch, query_head, query_start, query_len, attended, VALUE_DIM)
     store_numbers(logsumexp, batch, query_head, query_rows, query_len, natural_lse)
 
 
 @triton.jit
 def nothing_seen(ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The state (row_max, row_sum, weighted_sum, product, product_scale) before any key.
-
-    The product of a tile's weights and values is added to the weighted sum when the next tile is
-    folded in, so that the tensor core goes on with the next tile's scores meanwhile.
-    """
+    """The state before any key."""
     row_max, row_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     weighted_sum = tl.zeros([ROWS, WIDTH], tl.float32)
-    return row_max, row_sum, weighted_sum, tl.zeros([ROWS, WIDTH], tl.float32), 1.0
+    product = tl.zeros([ROWS, WIDTH], tl.float32)
+    return Sums(row_max, row_sum, weighted_sum, product, 1.0, SMALLEST_UNIT)
 
 
 @triton.jit
 def total_of(state):
     """The weighted sum with the last tile's product."""
-    return state[2] + state[3] * state[4]
+    return state.weighted_sum + state.product * state.product_scale
 
 
 @triton.jit
@@ -155,20 +176,20 @@ def fold_tile(
     HEAD_DIM: tl.constexpr, VALUE_DIM: tl.constexpr, KV_TILE: tl.constexpr,
     PARTIAL: tl.constexpr, NAN_SAFE: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys and values into the state (see `nothing_seen`).
+    """Fold one tile of keys and values into the state.
 
     factor: the scale of the scores times that of the queries. PARTIAL: pairs may be hidden.
     NAN_SAFE: a row that holds NaN makes nonfinite the pairs that it is visible in and no others;
     then products are of float16, which changes no number.
     """
     batch, query_head, kv_head, query_rows, query_len, kv_len = at
-    row_max, row_sum, weighted_sum, product, product_scale = state
+    row_max, unit = state.row_max, state.unit
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
         key, batch, kv_head, kv_start, kv_len, KV_TILE, HEAD_DIM, query_tile.shape[1], not PARTIAL
     )
     value_tile = load_values(  # [VALUE_WIDTH, KV_TILE]
-        values, batch, kv_head, kv_start, VALUE_DIM, weighted_sum.shape[1], KV_TILE
+        values, batch, kv_head, kv_start, VALUE_DIM, state.product.shape[1], KV_TILE
     )
     queries, keys = operand(query_tile, NAN_SAFE), operand(key_tile, NAN_SAFE)
     value_rows = tl.trans(operand(value_tile, NAN_SAFE))
@@ -207,14 +228,20 @@ def fold_tile(
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
     rescale = tl.exp2(row_max - base)
     weights = tl.exp2(scores * factor - (base - LIFT)[:, None])  # one FMA, one exponential
-    row_sum = row_sum * rescale + sum_of_rows(weights, True)
-    weighted_sum = (weighted_sum + product * product_scale) * rescale[:, None]
-    product = tl.dot(operand(as_e4m3(weights), NAN_SAFE), value_rows)  # [QUERY_TILE, VALUE_WIDTH]
-    product_scale = 1.0
+    row_sum = state.row_sum * rescale + sum_of_rows(weights, True)
+    value_scale, change_of_unit = 1.0, 1.0
     if scales.value is not None:  # noqa: SIM102 (known when compiling)
         if scales.value.step != 0:
-            product_scale = load_scale(scales.value, batch, kv_head, kv_start)
-    return new_max, row_sum, weighted_sum, product, product_scale
+            value_scale = load_scale(scales.value, batch, kv_head, kv_start)
+            new_unit = value_scale * UNIT_OF_SCALE
+            if new_unit > unit:  # seldom, and behind a branch it takes no registers
+                change_of_unit = unit / new_unit
+                unit = new_unit
+            value_scale = value_scale / unit
+    rescale = rescale * change_of_unit
+    weighted_sum = total_of(state) * rescale[:, None]
+    product = tl.dot(operand(as_e4m3(weights), NAN_SAFE), value_rows)  # [QUERY_TILE, VALUE_WIDTH]
+    return Sums(new_max, row_sum, weighted_sum, product, value_scale, unit)
 
 
 @triton.jit
@@ -224,7 +251,7 @@ def finish(state, shift, sinks, head, SHIFTED: tl.constexpr):
     Sinks join here, so that weights are as large as they can be until then. A row that saw nothing
     multiplies 0 by 1 and has the lse -inf.
     """
-    row_max, row_sum = state[0], state[1]
+    row_max, row_sum = state.row_max, state.row_sum
     rescale = tl.full([row_max.shape[0]], 1.0, tl.float32)
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2_E + tl.zeros_like(row_max)

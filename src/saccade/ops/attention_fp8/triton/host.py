@@ -37,6 +37,7 @@ from saccade.ops.attention_fp8.triton import configs
 from saccade.ops.attention_fp8.triton.forward import Scales, attention_fp8_forward
 from saccade.ops.attention_fp8.triton.numbers import blocks_view, parts_view, scale_view
 from saccade.ops.attention_fp8.triton.quantise import (
+    UNIT,
     Blocks,
     fp8_mean_keys,
     fp8_quantise_rows,
@@ -227,7 +228,9 @@ class Fp8Call:
             self._quantised_rows(inputs, 1, "largest", largest[1], changes)
             self._quantised_rows(inputs, 0, "largest", largest[0], changes)
             offsets = inputs.cu_seqlens_q, inputs.cu_seqlens_k, inputs.cu_seqlens_k
-            scales = [self._scale(*each) for each in zip(largest, inputs[:3], offsets, strict=True)]
+            units = 1 / UNIT.value, 1 / UNIT.value, 1.0
+            of_rows = zip(largest, inputs[:3], offsets, units, strict=True)
+            scales = [self._scale(*each) for each in of_rows]
             value = self._values(inputs, "given", scales[2], (None, None))
             key = self._quantised_rows(inputs, 1, "given", scales[1], changes)
             query = self._quantised_rows(inputs, 0, "given", scales[0], changes)
@@ -340,13 +343,13 @@ class Fp8Call:
         sides = zip((queries, keys, keys), inputs[:3], strict=True)
         return [self._blocks(extent, rows) for extent, rows in sides]
 
-    def _scale(self, largest: Tensor, rows: Tensor, offsets: Tensor | None) -> Tensor:
-        """The scale of each head, or of all, from the largest numbers of blocks."""
+    def _scale(self, largest: Tensor, rows: Tensor, offsets: Tensor | None, unit: float) -> Tensor:
+        """The scale of each head, or of all, from the largest numbers of blocks, in units."""
         if self.quantisation.mode == "tensor":
             found = largest.amax() if largest.numel() else largest.new_zeros(())
         else:
             found = of_heads(largest, rows, offsets)
-        return scale_of_largest(found)
+        return scale_of_largest(found, unit)
 
     # ---- what is handed to kernels --------------------------------------------------------------
 

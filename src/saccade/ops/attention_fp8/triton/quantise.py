@@ -8,6 +8,9 @@ by side.
 
 All of it waits for memory, so a thread loads 16 bytes at a time, and whether a number is nonfinite
 is asked of a block's largest number, not of each.
+
+Queries and keys are counted in units of 1 / UNIT, and sums of keys in units of 1 / SUM_UNIT, as
+sums of channels or of keys, and keys without their mean, may leave float32 where scores do not.
 """
 
 # Triton's language has no types that a checker follows.
@@ -24,7 +27,9 @@ from saccade.gpu.tensor_view import num_rows, row_pointers, store_numbers, wide
 from saccade.ops.attention_fp8.triton.numbers import BLOCK, load_scale
 
 LARGEST = tl.constexpr(448.0)
-TINIEST = tl.constexpr(1.1754943508222875e-38)  # of scales, which divide
+TINIEST = tl.constexpr(2.0**-118)  # of scales, which divide; UNIT times it is a normal number
+# 128 channels are summed up, times 2 for what the mean adds; and 2^27 keys.
+UNIT, SUM_UNIT = tl.constexpr(2.0**-8), tl.constexpr(2.0**-28)
 ROWS_AT_ONCE, STEPS = tl.constexpr(32), tl.constexpr(4)  # of keys that are summed
 PARTS_AT_ONCE = tl.constexpr(8)  # of sums that are added up
 MOST_KEPT = tl.constexpr(128)  # channels whose matrices a program keeps; on Hopper: any number
@@ -35,7 +40,7 @@ class Blocks(NamedTuple):
 
     numbers: Any  # e4m3: of rows, or of tiles [VALUE_DIM, BLOCK]
     scale: Any  # a number for each block; with SCALES "given" it is read, in any form
-    largest: Any  # the size of each block's largest number
+    largest: Any  # the size of each block's largest number, of queries and keys times UNIT
 
 
 # ---- the transform -------------------------------------------------------------------------------
@@ -51,7 +56,7 @@ def hashed(numbers):
 
 @triton.jit
 def write_matrix(matrix, chunk, WIDTH: tl.constexpr, SIZE: tl.constexpr):
-    """The matrix of a chunk of WIDTH channels, each entry of which is 1, -1 or 0.
+    """The matrix of a chunk of WIDTH channels, each entry of which is UNIT, -UNIT or 0.
 
     An entry of a Hadamard matrix is negative where the indices have an odd number of bits in
     common.
@@ -62,7 +67,8 @@ def write_matrix(matrix, chunk, WIDTH: tl.constexpr, SIZE: tl.constexpr):
     common = common ^ (common >> 2)
     common = (common ^ (common >> 1)) & 1
     negative = common ^ (hashed(chunk * WIDTH + row) >> 31).to(tl.int32)
-    entries = tl.where(row // SIZE == column // SIZE, 1.0 - 2.0 * negative.to(tl.float32), 0.0)
+    entries = UNIT - 2.0 * UNIT * negative.to(tl.float32)
+    entries = tl.where(row // SIZE == column // SIZE, entries, 0.0)
     place = chunk * WIDTH * WIDTH + row * WIDTH + column
     tl.store(matrix + place, entries.to(matrix.dtype.element_ty))
 
@@ -97,7 +103,7 @@ def mixed(chunks, SIZE: tl.constexpr):
 def sum_keys(
     key, sums, program, SUM_ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr
 ):  # fmt: skip
-    """The sum of SUM_ROWS keys of a head, without what is nonfinite."""
+    """The sum of SUM_ROWS keys of a head, without what is nonfinite, times SUM_UNIT."""
     batch, head, part, _ = key.find(program, key.data, SUM_ROWS)
     length = num_rows(key, batch)
     end = tl.minimum((part + 1) * SUM_ROWS, length)
@@ -111,7 +117,7 @@ def sum_keys(
                 exists = exists & (channels < HEAD_DIM)[None, :]
             pointers = row_pointers(key, batch, head, rows[:, None], channels[None, :])
             keys = tl.load(pointers, mask=exists, other=0.0).to(tl.float32)
-            total += tl.where(tl.abs(keys) < float("inf"), keys, 0.0)
+            total += tl.where(tl.abs(keys) < float("inf"), keys, 0.0) * SUM_UNIT
     here = (channels < HEAD_DIM) & (part * SUM_ROWS < length)
     tl.store(row_pointers(sums, batch, head, part, channels), tl.sum(total, 0), mask=here)
 
@@ -121,8 +127,8 @@ def fp8_mean_keys(
     key, sums, matrix, mean, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr,
     SUM_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """One program: the transformed mean key of a head, from the sums of its parts; mean:
-    [batch, heads, HEAD_DIM]."""
+    """One program: UNIT times the transformed mean key of a head, from the sums of its parts;
+    mean: [batch, heads, HEAD_DIM]."""
     heads = key.data[-2]
     batch, head = tl.program_id(0) // heads, tl.program_id(0) % heads
     length = num_rows(key, batch)
@@ -139,13 +145,15 @@ def fp8_mean_keys(
         total = total / count
         if SIZE > 0:
             total = tl.sum(total[:, None] * load_matrix(matrix, chunk, WIDTH).to(tl.float32), 0)
+        else:
+            total = total * UNIT
         found = found + (total,)  # noqa: RUF005
     if SIZE > 0:
         found = mixed(found, SIZE)
     for chunk in tl.static_range(len(found)):
         channels = chunk * WIDTH + tl.arange(0, WIDTH)
         pointers = mean + wide(tl.program_id(0)) * HEAD_DIM + channels
-        tl.store(pointers, found[chunk], mask=channels < HEAD_DIM)
+        tl.store(pointers, found[chunk] * (1.0 / SUM_UNIT), mask=channels < HEAD_DIM)
 
 
 @triton.jit
@@ -216,17 +224,18 @@ def without_inf(chunks):
 
 
 @triton.jit
-def scale_of(size, blocks, at, length, SCALES: tl.constexpr):
+def scale_of(size, blocks, at, length, SCALES: tl.constexpr, UNIT: tl.constexpr):
     """What a block is divided by, or 0 where it is only looked at: its largest number's share of
-    e4m3's, or the scale that is given."""
+    e4m3's, or the scale that is given. UNIT: what the block's numbers were multiplied by."""
     batch, head, tile = at
     unit, present = tl.full([], 0.0, tl.float32), tile * BLOCK < length
     if SCALES == "given":
-        unit += load_scale(blocks.scale, batch, head, tile * BLOCK)
+        unit += load_scale(blocks.scale, batch, head, tile * BLOCK) * UNIT
     elif SCALES == "own":
-        unit = tl.maximum(tl.div_rn(size, size * 0.0 + LARGEST), TINIEST)
-        unit = tl.where(size == 0, 1.0, unit)
-        tl.store(row_pointers(blocks.scale, batch, head, tile, 0), unit, mask=present)
+        unit = tl.maximum(tl.div_rn(size, size * 0.0 + LARGEST), TINIEST * UNIT)
+        unit = tl.where(size == 0, UNIT, unit)
+        pointer = row_pointers(blocks.scale, batch, head, tile, 0)
+        tl.store(pointer, unit * (1.0 / UNIT), mask=present)
     elif SCALES == "largest":
         tl.store(row_pointers(blocks.largest, batch, head, tile, 0), size, mask=present)
     return unit
@@ -251,8 +260,8 @@ def load_transformed(
     view, at, length, matrix, matrices, HEAD_DIM: tl.constexpr, WIDTH: tl.constexpr,
     SIZE: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows, transformed, in float32: a tuple of tiles [BLOCK, WIDTH]. Rows past the end
-    repeat the last one, which changes no scale; a block of no rows is 0."""
+    """UNIT times a block of rows, transformed, in float32: a tuple of tiles [BLOCK, WIDTH]. Rows
+    past the end repeat the last one, which changes no scale; a block of no rows is 0."""
     batch, head, tile = at
     rows = tl.minimum(tile * BLOCK + tl.arange(0, BLOCK), length - 1)
     present = (rows >= tile * BLOCK)[:, None]
@@ -273,7 +282,7 @@ def load_transformed(
                 entries = load_matrix(matrix, chunk, WIDTH)
             found = found + (tl.dot(loaded[chunk], entries),)  # noqa: RUF005
         else:
-            found = found + (loaded[chunk].to(tl.float32),)  # noqa: RUF005
+            found = found + (loaded[chunk].to(tl.float32) * UNIT,)  # noqa: RUF005
     if SIZE > 0:
         found = mixed(found, SIZE)
     return found
@@ -304,14 +313,15 @@ def quantise_block(
         product = chunks[0] * means[0]
         for chunk in tl.static_range(1, len(chunks)):
             product += chunks[chunk] * means[chunk]
-        product = tl.sum(product, 1)
+        product = tl.sum(product, 1) * (1.0 / (UNIT * UNIT))
         # A row that holds NaN gets NaN wherever it sees a key, whatever is added to its lse.
-        product = tl.where(tl.abs(product) < float("inf"), product, 0.0)
+        counts = (tl.abs(product) < float("inf")) | (size < float("inf"))
+        product = tl.where(counts, product, 0.0)
         store_numbers(shift, batch, head, rows, length, product)
     if (size < float("inf")) == 0:
         size = largest_finite(chunks)
         chunks = without_inf(chunks)
-    unit = scale_of(size, blocks, at, length, SCALES)
+    unit = scale_of(size, blocks, at, length, SCALES, UNIT)
     if SCALES != "largest":
         store_rows(blocks.numbers, at, length, chunks, 1.0 / unit, HEAD_DIM, WIDTH)
 
@@ -414,7 +424,7 @@ def quantise_values(
             if (size < float("inf")) == 0:
                 size = largest_finite(numbers)
                 numbers = without_inf(numbers)
-            unit = scale_of(size, blocks, (batch, head, tile), length, SCALES)
+            unit = scale_of(size, blocks, (batch, head, tile), length, SCALES, 1.0)
             loaded = numbers
             if SCALES != "largest":
                 factor = 1.0 / unit
