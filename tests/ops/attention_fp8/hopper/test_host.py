@@ -114,7 +114,9 @@ def test_what_it_takes(
     assert found is None if reason is None else reason in (found or "")
 
 
-@pytest.mark.parametrize(("dims", "preferred"), [((128, 128), True), ((64, 64), False)])
+@pytest.mark.parametrize(
+    ("dims", "preferred"), [((128, 128), True), ((64, 64), True), ((32, 32), False)]
+)
 def test_goes_first_where_it_was_timed(
     monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], preferred: bool
 ) -> None:

@@ -67,7 +67,7 @@ def choose(problem: Fp8Problem) -> Fp8Schedule:
     straight = plain or aligned
     width = max(problem.head_width, problem.value_width)
     if width <= 64 and straight and problem.long_and_bare:
-        # 1.05 to 1.16 times the rate of two consumers, though each step moves a few registers to
+        # 1.04 to 1.18 times the rate of two consumers, though each step moves a few registers to
         # memory; 0.88 times with 1k rows under a causal mask (benchmarks/results/h200/fp8.txt).
         return Fp8Schedule(3, 128, 3, 2, 1, 160, 32, "first", aligned)
     if width <= 128:
