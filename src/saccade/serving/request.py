@@ -215,7 +215,7 @@ def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     takes = "prompts, each of them text or token numbers, or one of them"
     if isinstance(prompts, str):
         return [prompts]
-    if not _has_order(prompts):
+    if not _may_be_tokens(prompts):
         raise TypeError(f"prompts: got {_kind(prompts)}, takes {takes}")
     if isinstance(prompts, Tensor):
         return [prompts] if prompts.dim() == 1 else list(prompts)
@@ -230,8 +230,9 @@ def _is_iterable(value: object) -> bool:
     return isinstance(value, Iterable) and getattr(value, "ndim", 1) > 0
 
 
-def _has_order(value: object) -> bool:
-    return _is_iterable(value) and not isinstance(value, (Mapping, Set))
+def _may_be_tokens(value: object) -> bool:
+    """Whether it has an order, and is not a text's bytes, each of which would be a token."""
+    return _is_iterable(value) and not isinstance(value, (Mapping, Set, bytes, bytearray))
 
 
 def _kind(value: object) -> str:
@@ -246,7 +247,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None, vocabulary: int) ->
         if tokenizer is None:
             raise TypeError("prompt: got text, takes token numbers where tokenizer is None")
         prompt = tokenizer.encode(read_text("prompt", prompt))
-    if not _has_order(prompt):
+    if not _may_be_tokens(prompt):
         raise TypeError(f"prompt: got {_kind(prompt)}, takes text or token numbers")
     tokens: list[Any] = prompt.tolist() if isinstance(prompt, Tensor) else list(prompt)
     if not tokens:
@@ -281,7 +282,7 @@ def read_stop_tokens(
     """The tokens at which a request ends."""
     if tokens is None:
         return of_model
-    if isinstance(tokens, (str, Mapping)) or not _is_iterable(tokens):
+    if isinstance(tokens, (str, bytes, bytearray, Mapping)) or not _is_iterable(tokens):
         raise TypeError(f"stop_tokens: got {_kind(tokens)}, takes a list of token numbers")
     tokens = tokens.tolist() if isinstance(tokens, Tensor) else tokens
     return frozenset(read_token("stop_tokens", token, vocabulary) for token in tokens)
