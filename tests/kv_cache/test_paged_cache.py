@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import saccade
+from saccade.kv_cache import paged_cache
 from saccade.kv_cache.pool import FreeRanges, PrefixIndex
+from saccade.kv_cache.storage import on_device
 
 GENERATOR = torch.Generator().manual_seed(0)
 
@@ -236,6 +239,61 @@ def test_compaction_moves_pages_and_keeps_every_row():
     assert torch.equal(cache.attend(1, query, left), before)
     assert cache.compact() == 0
     cache.check()
+
+
+def test_layers_of_a_step_share_tables_which_are_made_anew_as_far_as_sequences_change(monkeypatch):
+    cache = cache_of(20)
+    sequences, made = [cache.allocate() for _ in range(2)], []
+
+    def counted(numbers: Any, *options: Any) -> torch.Tensor:
+        made.append(len(numbers))
+        return on_device(numbers, *options)
+
+    monkeypatch.setattr(paged_cache, "on_device", counted)
+    query = torch.randn(2, 4, 1, 8, generator=GENERATOR)
+
+    def of_a_step() -> list[int]:
+        made.clear()
+        for layer in range(2):
+            pages = cache.pages(layer)
+            found = cache.attend(layer, query, sequences)
+            wanted = [*made]
+            tables = cache.tables(sequences)
+            made[:] = wanted
+            assert torch.equal(found, saccade.attention_paged(query, *pages[:2], *tables))
+        return [*made]
+
+    put(cache, dict.fromkeys(sequences, 3))
+    bytes_of_table, lengths = 2 * 4, 2
+    assert of_a_step() == [bytes_of_table, lengths]
+    assert of_a_step() == []
+    put(cache, dict.fromkeys(sequences, 1))  # in the same pages
+    assert of_a_step() == [lengths]
+    put(cache, {sequences[1]: 1})  # in another one
+    assert of_a_step() == [2 * bytes_of_table, lengths]
+    cache.trim(sequences[1], 4)
+    assert of_a_step() == [bytes_of_table, lengths]
+    for each in cache.tables(sequences):  # which are the caller's own
+        each.zero_()
+    made.clear()
+    assert of_a_step() == []
+
+
+def test_tables_that_a_mode_sees_are_not_left_for_others():
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            return func(*args, **(kwargs or {}))
+
+    cache = cache_of()
+    sequence = cache.allocate()
+    put(cache, {sequence: 3})
+    with Mode():
+        cache.attend(0, torch.ones(1, 4, 1, 8), [sequence])
+    assert not cache._known
+    for _ in range(2 * paged_cache.MOST_TABLES):
+        sequence = cache.fork(sequence)
+        cache.attend(0, torch.ones(1, 4, 1, 8), [sequence])
+    assert len(cache._known) == paged_cache.MOST_TABLES
 
 
 def test_a_growing_sequence_gets_neighbouring_pages():

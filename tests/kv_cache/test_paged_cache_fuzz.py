@@ -205,7 +205,10 @@ class Machine(RuleBasedStateMachine):
     def every_token_is_where_the_tables_say(self) -> None:
         if not getattr(self, "model", None) or not self.awake:
             return
-        tables, lengths = (each.tolist() for each in self.cache.tables(self.awake))
+        made = self.cache.tables(self.awake)
+        # What `attend` takes, which it may know from an earlier call.
+        assert all(map(torch.equal, self.cache._known_tables(0, self.awake), made))
+        tables, lengths = (each.tolist() for each in made)
         pages = self.cache.pages(0)
         keys, values = (each[:, 0, :, 0].tolist() for each in (pages.key_pages, pages.value_pages))
         for table, length, sequence in zip(tables, lengths, self.awake, strict=True):

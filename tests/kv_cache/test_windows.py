@@ -300,6 +300,8 @@ class Machine(RuleBasedStateMachine):
         tables = self.cache.tables(self.awake)
         for layer, window in enumerate(WINDOWS):
             table, lens = tables[self.cache.addresses[layer].group]
+            known = self.cache._known_tables(layer, self.awake)
+            assert torch.equal(known[0], table) and torch.equal(known[1], lens)
             pages = self.cache.pages(layer)
             for row, sequence in enumerate(self.awake):
                 tokens = self.model[sequence]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import itertools
 import operator
 import threading
@@ -30,8 +31,10 @@ from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged
 from saccade.runtime.arguments import LARGEST_PAGE, check_flag, check_whole_number
+from saccade.runtime.call_cache import observed
 from saccade.runtime.spec import DTYPES, QUANTISED
 
+MOST_TABLES = 16  # of other sequences, groups and streams, that are known at once
 LARGEST_TOKEN = 2**63 - 1  # what the prefix index hashes in eight bytes
 
 
@@ -85,6 +88,15 @@ class LayerAddress(NamedTuple):
 
     group: int
     layer: int
+
+
+class _Tables(NamedTuple):
+    """Tables of some sequences, and what they were made of: a list of pages is never changed."""
+
+    pages: list[list[int | None]]
+    lengths: list[int]
+    table: Tensor
+    kv_lens: Tensor
 
 
 class PagedCache:
@@ -214,6 +226,7 @@ class PagedCache:
         ] if sizes_of_states else []  # fmt: skip
         self._everything = [*self.groups, *self._states]  # that a call changes
         self._numbers = itertools.count()
+        self._known: dict[tuple[int, ...], _Tables] = {}  # of calls of `attend`, the last ones
         self._lock = threading.RLock()
 
     @locked
@@ -414,7 +427,9 @@ class PagedCache:
         A released page is replaced by one that the sequence holds: its mask must be the window's.
         """
         numbers = _several(sequences)
-        return self._by_group([self._tables(group, numbers) for group in self.groups])
+        return self._by_group(
+            [self._tables([group.find(each) for each in numbers]) for group in self.groups]
+        )
 
     @locked
     def page_numbers(self, sequence: int) -> Any:
@@ -499,7 +514,7 @@ class PagedCache:
             options["mask"] = seen if mask is None else as_mask(mask) & seen
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
         return attention_paged(
-            query, pages.key_pages, pages.value_pages, *self._tables(group, sequences),
+            query, pages.key_pages, pages.value_pages, *self._known_tables(layer, sequences),
             **scales, **options,
         )  # fmt: skip
 
@@ -585,13 +600,36 @@ class PagedCache:
         return self.addresses[layer]
 
     @locked
-    def _tables(self, group: Group, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+    def _known_tables(self, layer: int, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """`_tables` of some sequences for a layer, which must not be written to: those of the last
+        such call as far as they still hold, so that the layers of a step share them."""
+        number = self._address(layer).group
+        held = [self.groups[number].find(sequence) for sequence in sequences]
+        if _is_captured(self.device) or observed():  # of which nothing may be left for others
+            return self._tables(held)
+        pages, lengths = [each.pages for each in held], [each.length for each in held]
+        key = (number, _stream(self.device), *sequences)
+        known = self._known.pop(key, None)
+        if known is None or not all(map(operator.is_, known.pages, pages)):
+            known = _Tables(pages, lengths, *self._tables(held))
+        elif known.lengths != lengths:
+            known = _Tables(pages, lengths, known.table, self._kv_lens(lengths))
+        self._known[key] = known
+        if len(self._known) > MOST_TABLES:
+            del self._known[next(iter(self._known))]
+        return known.table, known.kv_lens
+
+    def _tables(self, held: Sequence[PageList]) -> tuple[Tensor, Tensor]:
         """page_table and kv_lens of some sequences in one group."""
-        held = [group.find(sequence) for sequence in sequences]
         width = max((len(each.pages) for each in held), default=0)
-        rows = [[*_page_numbers(each), *[0] * (width - len(each.pages))] for each in held]
-        table = on_device(rows, torch.int32, self.device).view(len(held), width)
-        return table, on_device([each.length for each in held], torch.int32, self.device)
+        rows = [array.array("i", _page_numbers(each)) for each in held]
+        padded = bytearray().join([each.tobytes().ljust(4 * width, b"\0") for each in rows])
+        table = on_device(padded, torch.int32, self.device).view(len(held), width)
+        return table, self._kv_lens([each.length for each in held])
+
+    def _kv_lens(self, lengths: Sequence[int]) -> Tensor:
+        """kv_lens of sequences of so many tokens."""
+        return on_device(lengths, torch.int32, self.device)
 
     def _mend(self) -> None:
         """Count again what an exception in the middle of the last call left half counted."""
@@ -613,6 +651,16 @@ def _several(sequences: Any) -> list[int]:
     if not isinstance(found, Iterable):
         raise TypeError(f"sequences: got {found!r}, takes a list of numbers")
     return list(found)
+
+
+def _stream(device: torch.device) -> int:
+    """The stream that work of a device goes to now; others do not wait for what it makes."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _is_captured(device: torch.device) -> bool:
+    """Whether work goes into a CUDA graph, whose memory holds nothing before that runs."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_released(group: Group, sequences: Sequence[int], query: Any, offsets: Any) -> None:

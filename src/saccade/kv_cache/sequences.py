@@ -27,7 +27,8 @@ class PageList:
 
     Attributes:
         before: what comes before the first page (PrefixIndex.root).
-        pages: page numbers; None where a page was released behind the window.
+        pages: page numbers; None where a page was released behind the window. A list is never
+            changed: a sequence whose pages change gets another one.
         tokens: its tokens, as far as they were named (all, or the sequence shares nothing new).
         written: tokens whose keys and values lie in the pages for sure.
         digests: of the leading full pages that were offered to the prefix index.

@@ -175,13 +175,19 @@ def _pools(layers: list[LayerPages], latent: bool) -> list[Tensor]:
     return [tensor for layer in layers for tensor in layer if tensor is not None]
 
 
-def on_device(numbers: Sequence[Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+def on_device(
+    numbers: Sequence[float] | bytearray, dtype: torch.dtype, device: torch.device
+) -> Tensor:
     """Numbers of the host as a tensor; the host does not wait for what a GPU does before.
 
-    numbers: in lists of lists, too, which are equally long.
+    numbers: one by one, or the bytes of all, which takes a quarter of the time.
     """
     on_gpu = device.type == "cuda"
-    found = torch.tensor(numbers, dtype=dtype, device="cpu", pin_memory=on_gpu)
+    if isinstance(numbers, bytearray) and numbers:
+        found = torch.frombuffer(numbers, dtype=dtype)
+        found = found.pin_memory() if on_gpu else found
+    else:
+        found = torch.tensor(list(numbers), dtype=dtype, device="cpu", pin_memory=on_gpu)
     return found.to(device, non_blocking=on_gpu)
 
 

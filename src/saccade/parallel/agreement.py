@@ -193,8 +193,10 @@ def note(plan: Any, what: str) -> None:
     if place[1] == what:
         return
     place[1] = what
+    if dist.get_backend(plan.group) == "nccl":  # whose watchdog ends the process by itself
+        return
     store = _store(plan.group)
-    if store is not None and dist.get_backend(plan.group) != "nccl":
+    if store is not None:
         with contextlib.suppress(RuntimeError):
             store.set(f"saccade.parallel/{plan.rank}", f"call {place[0]}, {what}")
 

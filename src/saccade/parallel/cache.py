@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from saccade.kv_cache.paged_cache import PagedCache, check_released
-from saccade.kv_cache.sequences import Group
 from saccade.kv_cache.storage import on_device
 from saccade.masks import NOTHING_HIDDEN, Mask, as_mask
 from saccade.masks import window as window_mask
@@ -135,11 +134,9 @@ class ShardedCache(PagedCache):
         ranks, rank = self._members.ranks, self._members.rank
         return [max(length - rank + ranks - 1, 0) // ranks for length in lengths]
 
-    def _tables(self, group: Group, sequences: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """page_table, and kv_lens of this rank's tokens."""
-        table, _ = super()._tables(group, sequences)
-        lengths = self.own_lengths([group.find(sequence).length for sequence in sequences])
-        return table, on_device(lengths, torch.int32, self.device)
+    def _kv_lens(self, lengths: Sequence[int]) -> Tensor:
+        """kv_lens of this rank's tokens, of sequences of so many."""
+        return super()._kv_lens(self.own_lengths(lengths))
 
     def attend(self, layer: int, query: Tensor, sequences: Sequence[int], **options: Any) -> Any:
         """`saccade.attention_paged` over the pages of all ranks: a collective.
@@ -191,7 +188,7 @@ class ShardedCache(PagedCache):
         whole |= {name: each for name, each in options.items() if isinstance(each, Tensor)}
         mask, score = self._as_seen_here(mask, score, query, lengths, options.get("cu_seqlens_q"))
         found = attention_paged(
-            query, pages.key_pages, pages.value_pages, *self._tables(group, sequences),
+            query, pages.key_pages, pages.value_pages, *self._known_tables(layer, sequences),
             key_scales=pages.key_scales, value_scales=pages.value_scales, mask=mask, score=score,
             sinks=sinks if self._members.rank == 0 else None, return_lse=True, **options,
         )  # fmt: skip

@@ -42,12 +42,13 @@ def merge_states(
         >>> output, lse = saccade.merge_states(*zip(*halves))
         >>> torch.testing.assert_close(output, saccade.attention(query, key, value))
     """
-    outputs, lses = _parts("outputs", outputs), _parts("lses", lses)
-    _check(outputs, lses)
-    if outputs[0].dim() == 3:  # packed: bring the lse into the output's order
-        lses = [lse.transpose(0, 1) for lse in lses]
-    wide = accumulate_dtype(torch.promote_types(lses[0].dtype, outputs[0].dtype))
-    stacked = torch.stack(lses).to(wide)  # [parts, ..., rows]
+    of_parts, stacked = _stacked("outputs", outputs), _stacked("lses", lses)
+    _check(of_parts, stacked)
+    packed = of_parts.dim() == 4
+    if packed:  # bring the lse into the output's order
+        stacked = stacked.transpose(1, 2)
+    stacked = stacked.to(accumulate_dtype(torch.promote_types(stacked.dtype, of_parts.dtype)))
+    hidden = stacked == -torch.inf  # [parts, ..., rows]
     largest = stacked.amax(0).detach()
     shift = largest.masked_fill(largest == -torch.inf, 0)
     weights = (stacked - shift).exp()
@@ -55,23 +56,21 @@ def merge_states(
     empty = total == 0
     total = total.masked_fill(empty, 1)
     lse = (shift + total.log()).masked_fill(empty, -torch.inf)
-    normalised = (weights / total).unsqueeze(-1)
-    read = torch.stack([o.to(lse.dtype) for o in outputs])
-    read = read.masked_fill((stacked == -torch.inf).unsqueeze(-1), 0)  # selected away
-    output = (read * normalised).sum(0).to(outputs[0].dtype)
-    return output, lse.transpose(0, 1) if outputs[0].dim() == 3 else lse
+    read = of_parts.to(lse.dtype).masked_fill(hidden.unsqueeze(-1), 0)  # selected away
+    output = (read * (weights / total).unsqueeze(-1)).sum(0).to(of_parts.dtype)
+    return output, lse.transpose(0, 1) if packed else lse
 
 
-def _parts(name: str, stack: Tensor | Sequence[Tensor]) -> list[Tensor]:
-    """The parts as a list, each a floating-point tensor."""
+def _stacked(name: str, stack: Tensor | Sequence[Tensor]) -> Tensor:
+    """The parts, each a floating-point tensor, along a first dimension."""
     takes = "a sequence of floating-point tensors, or a tensor of them stacked"
-    stacked = isinstance(stack, Tensor) and stack.dim() > 0
-    if not stacked and not isinstance(stack, Sequence):
+    at_once = isinstance(stack, Tensor) and stack.dim() > 0
+    if not at_once and not isinstance(stack, Sequence):
         got = "a tensor without dimensions" if isinstance(stack, Tensor) else type(stack).__name__
         raise TypeError(f"{name}: got {got}, takes {takes}")
-    parts = list(stack)
-    if not parts:
+    if len(stack) == 0:
         raise ValueError(f"{name}: got no parts, takes at least one")
+    parts = [stack] if isinstance(stack, Tensor) else list(stack)
     for part in parts:
         if not isinstance(part, Tensor) or not part.is_floating_point():
             got = part.dtype if isinstance(part, Tensor) else type(part).__name__
@@ -83,22 +82,22 @@ def _parts(name: str, stack: Tensor | Sequence[Tensor]) -> list[Tensor]:
                 f"{name}: got shapes {tuple(parts[0].shape)} and {tuple(part.shape)}, takes "
                 "parts of one shape"
             )
-    return parts
+        if part.device != parts[0].device:
+            raise ValueError(f"{name}: got {part.device}, takes {parts[0].device}")
+    return stack if isinstance(stack, Tensor) else torch.stack(parts)
 
 
-def _check(outputs: list[Tensor], lses: list[Tensor]) -> None:
-    for name, parts in (("outputs", outputs), ("lses", lses)):
-        for part in parts:
-            if part.device != outputs[0].device:
-                raise ValueError(f"{name}: got {part.device}, takes {outputs[0].device}")
+def _check(outputs: Tensor, lses: Tensor) -> None:
+    if lses.device != outputs.device:
+        raise ValueError(f"lses: got {lses.device}, takes {outputs.device}")
     if len(lses) != len(outputs):
         raise ValueError(
             f"lses: got {len(lses)} parts, takes one for each of {len(outputs)} outputs"
         )
-    shape = tuple(outputs[0].shape)
+    shape = tuple(outputs.shape[1:])
     if len(shape) not in (3, 4):
         takes = "[batch, heads, length, dim] or [tokens, heads, dim]"
         raise ValueError(f"outputs: got shape {shape}, takes {takes}")
     wanted = shape[1::-1] if len(shape) == 3 else shape[:-1]
-    if tuple(lses[0].shape) != wanted:
-        raise ValueError(f"lses: got shape {tuple(lses[0].shape)}, takes {wanted}")
+    if tuple(lses.shape[1:]) != wanted:
+        raise ValueError(f"lses: got shape {tuple(lses.shape[1:])}, takes {wanted}")
