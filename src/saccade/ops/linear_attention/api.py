@@ -245,7 +245,9 @@ def _attend(
     checked, scaling = call_cache.lookup(call_key), None
     alone = checked is not None  # such calls are not observed
     if checked is not None:
-        inputs = LinearInputs(**dict(zip(TENSOR_NAMES, tensors, strict=False)))
+        kv, key_sum = (options.get("initial_state") or NO_STATE)[:2]
+        given = *tensors[:3], options.get("decay"), options.get("key_lengths"), kv, key_sum
+        inputs = LinearInputs(*given, *tensors[3:])
     else:
         inputs, variant, problem, config, scaling = prepare(*tensors, **options)
         checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
@@ -263,21 +265,22 @@ def _attend(
 
 
 NAMES = ("causal", "align", "feature_map", "normalize", "eps", "scale", "return_state")
-TENSORS = ("decay", "key_lengths", "initial_state")
+NO_STATE = (None, None)
 
 
 def _key_of(
     tensors: tuple[Tensor, ...], options: dict[str, Any], implementation: str | None
 ) -> tuple[Any, ...] | None:
     """What validation of the call is kept under; None where it must be done each time."""
-    if any(options.get(name) is not None for name in TENSORS):
+    state, read = options.get("initial_state"), [options.get("decay"), options.get("key_lengths")]
+    if state is not None and (type(state) is not LinearState or state.log_scale is not None):
         return None
     if options.get("feature_map") in SIGNED_MAPS:  # may warn
         return None
-    plain = tuple(options.get(name, MISSING) for name in NAMES)
+    plain = (state is None, *[options.get(name, MISSING) for name in NAMES])
     return call_cache.key_of_any(
-        "linear_attention", tensors, plain, tensors[3:],
-        implementation=implementation, config=options.get("config"),
+        "linear_attention", (*tensors, *read, *(state or NO_STATE)[:2]), plain,
+        (*tensors[3:], *read), implementation=implementation, config=options.get("config"),
     )  # fmt: skip
 
 
