@@ -54,6 +54,17 @@ def test_tensors_have_the_case_s_shapes_and_are_the_same_every_time():
     assert all(torch.equal(one, two) for one, two in zip(first[:4], second[:4], strict=True))
 
 
+def test_cases_of_fp8_have_rows_of_e4m3_numbers_and_a_forward_pass():
+    case = CASES["tiny-causal-fp8-d16-2x48"]
+    tensors = case.make(CPU)
+    assert {rows.dtype for rows in tensors.inputs} == {torch.float8_e4m3fn}
+    assert tensors.grad_output.dtype == torch.bfloat16
+    assert passes_of(case, ("forward", "backward", "forward+backward")) == ("forward",)
+    told = saccade.explain(saccade.attention_fp8, *tensors.inputs, mask=saccade.masks.causal())
+    assert (case.flops("forward"), case.bytes) == (told.flops, told.bytes)
+    assert CASES["gpu-full-fp8-d128-4x4k"].flops("forward") == 4 * 16384 * 4096 * 2048
+
+
 def test_cases_of_the_delta_rule_have_beta_and_decay():
     channels = CASES["tiny-delta-channels-h2x2-fp32-d16-1x70"]
     beta, decay = channels.make(CPU).others

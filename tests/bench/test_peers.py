@@ -27,6 +27,7 @@ PAGED = [case for case in EVERY_TINY if case.attention == "paged"]
 LINEAR = CASES["tiny-linear-fp32-d16-48"]
 STEP = CASES["tiny-linear-step-fp32-d16-2x2"]
 DELTA = [case for case in EVERY_TINY if case.attention == "delta"]
+FP8 = [case for case in EVERY_TINY if case.attention == "fp8"]
 PEERS = {peer.who: peer for peer in all_peers()}
 CHECKED = ("saccade/cpu", "saccade/reference", "plain", "sdpa", "sdpa/math")
 
@@ -49,6 +50,29 @@ def test_linear_attention_agrees_with_float64(who):
     assert found_fault(LINEAR, PEERS[who].prepare(LINEAR, CPU)) is None
     softmax = PEERS["plain"].prepare(TINY[1], CPU)
     assert "wrong" in str(found_fault(LINEAR, softmax))
+
+
+@pytest.mark.parametrize("case", FP8, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    "who", ["saccade/cpu", "saccade/reference", "saccade/inside", "saccade/bf16"]
+)
+def test_fp8_attention_agrees_with_float64(who, case):
+    call = PEERS[who].prepare(case, CPU)
+    assert isinstance(call, Call)
+    assert found_fault(case, call, gradients=False) is None
+    # Other rows of the same call are converted anew.
+    other = case.make(CPU)
+    other = other._replace(value=(-other.value.float()).to(other.value.dtype))
+    turned = call.run(*other.inputs)
+    torch.testing.assert_close(turned, -call.run(*case.make(CPU).inputs))
+
+
+def test_fp8_rows_that_others_were_given_are_found_wrong():
+    case = FP8[0]
+    call = PEERS["saccade/cpu"].prepare(case, CPU)
+    assert isinstance(call, Call)
+    halved = Call(lambda *rows: call.run(*rows) * 0.5)
+    assert "wrong: output" in str(found_fault(case, halved, gradients=False))
 
 
 def test_a_step_agrees_with_float64_and_changes_its_states():

@@ -140,7 +140,10 @@ FULL = Visibility()
 CAUSAL = Visibility("causal")
 
 
-SHORT_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}
+SHORT_DTYPES = {
+    "float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64",
+    "float8_e4m3fn": "fp8",
+}  # fmt: skip
 
 
 PASSES = ("forward", "backward", "forward+backward")
@@ -361,7 +364,7 @@ class StepCase(LinearBenchCase):
         return heads * (states + 2 * (self.head_dim + self.value_dim) * self.torch_dtype.itemsize)
 
 
-SHORT_PAGES = {**SHORT_DTYPES, "float8_e4m3fn": "fp8", "int8": "int8"}
+SHORT_PAGES = {**SHORT_DTYPES, "int8": "int8"}
 INT8_SCALE = 1 / 16
 
 

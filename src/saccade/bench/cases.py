@@ -25,6 +25,7 @@ from saccade.bench.case import (
     short,
 )
 from saccade.bench.delta_case import delta_cases
+from saccade.bench.fp8_case import fp8_cases
 
 
 def _case(
@@ -259,9 +260,11 @@ HOST_CASES: dict[str, tuple[BenchCase, ...]] = {
 
 CASES: dict[str, BenchCase] = {
     case.name: case
-    for cases in (_cpu_cases, _linear_cases, delta_cases, _gpu_cases, _paged_cases, _tiny_cases)
+    for cases in (
+        _cpu_cases, _linear_cases, delta_cases, _gpu_cases, fp8_cases, _paged_cases, _tiny_cases
+    )
     for case in cases()
-}
+}  # fmt: skip
 
 DEFAULT_CASES = {
     "cpu": (
@@ -324,7 +327,7 @@ def passes_of(case: BenchCase, passes: Sequence[str]) -> tuple[str, ...]:
     """Which of the passes a case has; a single query row, say, has a forward pass only."""
     if case.decodes:
         return ("decode",) if "forward" in passes else ()
-    only = "forward" if case.attention == "paged" else None  # pages have no gradients
+    only = "forward" if case.attention in ("paged", "fp8") else None  # which have no gradients
     only = "forward+backward" if case.memory_matters else only  # training is what needs memory
     return tuple(name for name in passes if only in (None, name))
 

@@ -295,6 +295,12 @@ IN_FP8 = Sum({
 # How many times as fast as fla: Triton and Hopper, forward and backward.
 DELTA_LIMITS = ((1.5, 1.3), (2.5, 1.8))
 DELTA = ("gpu-delta-h16x32-*", "gpu-delta-packed-*")
+# TFLOP/s of e4m3 rows of 128 channels, without a mask and causal.
+FP8_RATES = {"16x1k": (750, 520), "4x4k": (930, 830), "1x16k": (1000, 950)}
+FP8 = ("gpu-full-fp8-*", "gpu-causal-fp8-*")
+FP8_OTHER_WIDTHS = tuple(
+    f"gpu-*-fp8-d{dim}-{size}" for dim in (64, 256) for size in ("4x4k", "1x16k")
+)
 DECODE, CHUNKS, MATRIX = ("cpu-decode-*",), ("gpu-pages-*-new*",), ("cpu-linear-fp32-d128-4k",)
 LONG_LINEAR = tuple(f"cpu-linear-length-*-{length}" for length in ("16k", "64k", "256k"))
 
@@ -413,6 +419,23 @@ GPU_TARGETS = (
             Target(f"Hopper kernels reach in the mean at least {mean} of cuDNN's rate, {what}.",
                    cases, AgainstPeer("sdpa/cudnn"), 1 / mean, passes, HOPPER, mean=True),
         )
+    ),
+    *(
+        Target(f"fp8 attention of rows of 128 channels reaches at least {rate} TFLOP/s, {kind} "
+               f"{size}.", (name := f"gpu-{kind}-fp8-d128-{size}",), Time(),
+               CASES[name].flops("forward") / rate / 1e9, FORWARD, HOPPER)
+        for size, rates in FP8_RATES.items()
+        for kind, rate in zip(("full", "causal"), rates, strict=True)
+    ),
+    Target("fp8 attention takes at most the time of bfloat16, from 1k on.",
+           FP8, AgainstPeer("saccade/bf16"), 1.0, FORWARD, HOPPER),
+    Target("fp8 attention takes at most 1/1.35 of the time of bfloat16 with 64 and 256 channels, "
+           "from 4k on.", FP8_OTHER_WIDTHS, AgainstPeer("saccade/bf16"), 1 / 1.35, FORWARD, HOPPER),
+    *(
+        Target(f"Rows that are quantised inside take at most {limit} of the time of e4m3 rows, "
+               f"{size}.", (f"gpu-*-fp8-d128-{size}",), AgainstPeer(HOPPER), limit, FORWARD,
+               "saccade/inside")
+        for size, limit in (("4x4k", 1.08), ("1x16k", 1.03))
     ),
     Target("Hopper kernels reach at least 1.3 of FlexAttention's rate under a window of 1k in 16k, "
            "on a packed mix and with grouped heads.",

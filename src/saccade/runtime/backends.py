@@ -68,6 +68,10 @@ WIDEST_KEYS = 128  # of linear attention's narrow kernels on Hopper; wide ones p
 # Of the gated delta rule, each a program's: of 32 it takes 1.22 of the Triton kernels' time, of 64
 # 0.83, of 256 0.58; backwards of 64 0.72, of 256 0.65 (benchmarks/results/h200/delta_hopper.txt).
 FEWEST_STATES = 64
+# Rows of all value heads from which backward passes take it with fewer states, too, which it then
+# cuts as Triton kernels do: 0.85 of their time, of 2^18 rows 0.77, of 2^19 0.74; of half as many
+# 0.95 to 1.05.
+FEWEST_ROWS = 2**17
 SHORTEST_LEAD = 1024  # rows of linear attention; shorter calls are no more than starts and ends
 
 
@@ -268,6 +272,16 @@ def _delta_hopper_unsupported(problem: DeltaProblem) -> str | None:
 def _delta_hopper_not_preferred(problem: DeltaProblem) -> str | None:
     if problem.batch * problem.value_heads < FEWEST_STATES:
         return f"fewer than {FEWEST_STATES} states leave multiprocessors idle; sequences are cut"
+    return _narrow_delta(problem)
+
+
+def _delta_hopper_backward_not_preferred(problem: DeltaProblem) -> str | None:
+    if problem.tokens * problem.value_heads >= FEWEST_ROWS:
+        return _narrow_delta(problem)
+    return _delta_hopper_not_preferred(problem)
+
+
+def _narrow_delta(problem: DeltaProblem) -> str | None:
     if problem.head_dim <= SMALLEST_WIDTH or problem.value_dim <= SMALLEST_WIDTH:
         return f"it computes with {WIDEST_AT_ONCE} channels"
     return None
@@ -473,8 +487,12 @@ BACKENDS = (
     BackendEntry(LINEAR, BOTH, "reference", _reference_unsupported),
     BackendEntry(DELTA, (*BOTH, "step"), "cpu", _cpu_unsupported),
     BackendEntry(
-        DELTA, BOTH, "hopper",
+        DELTA, ("forward",), "hopper",
         _delta_hopper_unsupported, _delta_hopper_not_preferred, _launch_note,
+    ),
+    BackendEntry(
+        DELTA, ("backward",), "hopper",
+        _delta_hopper_unsupported, _delta_hopper_backward_not_preferred, _launch_note,
     ),
     BackendEntry(DELTA, (*BOTH, "step"), "triton", _delta_triton_unsupported, note=_launch_note),
     BackendEntry(DELTA, BOTH, "reference", _reference_unsupported),

@@ -334,8 +334,11 @@ class Problem(NamedTuple):
         query_rows = batches * self.query_heads * self.query_len
         kv_rows = batches * self.kv_heads * self.kv_len
         kv_itemsize = (self.page_dtype or self.dtype).itemsize
-        row_bytes = query_rows * self.dtype.itemsize + kv_rows * kv_itemsize
-        return row_bytes * (self.head_dim + self.value_dim)
+        of_output = max(self.dtype.itemsize, 2)  # that of e4m3 rows has 16 bits
+        query_bytes = query_rows * (
+            self.head_dim * self.dtype.itemsize + self.value_dim * of_output
+        )
+        return query_bytes + kv_rows * kv_itemsize * (self.head_dim + self.value_dim)
 
     def flops(self, visible_pairs: int | None = None) -> int:
         """Floating-point operations of a forward pass over the visible pairs (all, if not given).

@@ -51,7 +51,7 @@ class Peer:
         prepare: a `Call` for a case on a device, or the reason why there is none.
         by_default: whether it takes part when no peer is named.
         compiles: whether a first call compiles for its shapes.
-        attention: the kinds of cases that it serves: "softmax", "linear", "paged", "delta".
+        attention: the kinds of cases that it serves: "softmax", "linear", "paged", "delta", "fp8".
         computes_attention: whether its results are checked; a mere yardstick has none.
         moves: bytes that a call reads and writes, where these are not the case's own.
     """
@@ -69,11 +69,11 @@ class Peer:
 def all_peers() -> list[Peer]:
     """Every peer, in the order of the tables' columns."""
     from saccade.bench import peers
-    from saccade.bench.peers import ours, pytorch
+    from saccade.bench.peers import fp8, ours, pytorch
 
     return [
         *ours.peers(), *pytorch.peers(), *peers.peers(), *pytorch.yardsticks(),
-        *ours.paged_peers(),
+        *ours.paged_peers(), *fp8.peers(),
     ]  # fmt: skip
 
 

@@ -8,7 +8,6 @@ is what is done without: gather the pages, then call SDPA.
 from __future__ import annotations
 
 import functools
-import operator
 from typing import Any, NamedTuple
 
 import torch
@@ -17,8 +16,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import saccade
 from saccade import LinearState, masks
-from saccade.bench.case import INT8_SCALE, BenchCase, PagedBenchCase, StepCase, block_layout
-from saccade.bench.peers import Call, Peer, delta, to_layout
+from saccade.bench.case import INT8_SCALE, BenchCase, PagedBenchCase, StepCase
+from saccade.bench.peers import Call, Peer, delta, fp8, to_layout
+from saccade.bench.peers.mask import mask_of
 
 # The reference writes all scores out several times; beyond this it would only fill the memory.
 LARGEST_REFERENCE_SCORES = 2**28
@@ -34,7 +34,7 @@ def peers() -> list[Peer]:
             f'saccade.attention(..., implementation="{name}")',
             functools.partial(_prepare, name),
             by_default=name != "reference",
-            attention=("softmax", "linear", "paged", "delta"),
+            attention=("softmax", "linear", "paged", "delta", "fp8"),
         )
         for name in saccade.explain(saccade.attention, row, row, row).reasons
     ]
@@ -51,6 +51,8 @@ def _prepare(
         return _linear(name, case, device)
     if name is not None and case.attention == "delta":
         return delta.of_ours(name, case, device)
+    if name is not None and case.attention == "fp8":
+        return fp8.of_ours(name, case, device)
     if isinstance(case, PagedBenchCase) and len(case.lens) > 1:
         return "this call has no pages: it takes one sequence"
     if name == "reference" and (reason := case.scores_beyond(LARGEST_REFERENCE_SCORES)):
@@ -94,24 +96,6 @@ def explained(case: BenchCase, device: torch.device) -> Any:
     offsets, longest = case.visibility.offsets(device), max(case.visibility.documents)
     packed = query, key, value, offsets
     return saccade.explain(saccade.attention_varlen, *packed, max_seqlen_q=longest, mask=mask)
-
-
-def mask_of(case: BenchCase, device: torch.device) -> masks.Mask | None:
-    """A case's mask in saccade's terms; packed documents need none."""
-    visibility, size = case.visibility, case.visibility.size
-    parts: list[masks.Mask] = []
-    if visibility.kind == "causal":
-        parts.append(masks.causal())
-    elif visibility.kind == "window":
-        parts.append(masks.window(size))
-    elif visibility.kind == "prefix":
-        parts.append(masks.prefix(torch.tensor([size], dtype=torch.int32, device=device)))
-    elif visibility.kind == "blocks":
-        layout = block_layout(-(-case.query_len // size)).to(device)
-        parts.append(masks.blocks(layout[None, None], size))
-    if visibility.documents and not case.packed:
-        parts.append(masks.documents(visibility.document_ids(device)[None]))
-    return functools.reduce(operator.and_, parts) if parts else None
 
 
 def _linear(name: str, case: BenchCase, device: torch.device) -> Call | str:

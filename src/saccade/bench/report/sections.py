@@ -97,11 +97,12 @@ def with_code(text: str) -> str:
 
 
 def _cell(cell: Cell, is_number: bool) -> str:
-    marks = " ".join(filter(None, ("number" if is_number else "", cell.mark)))
-    marked = f' class="{marks}"' if marks else ""
     number = "" if cell.number is None else f"{cell.number:.6g}"
     begins = re.match(r"\d+(?= /|$)", cell.text, re.ASCII)  # as sorting.js reads it
     value = "" if number == (begins[0] if begins else "") else f' data-number="{number}"'
+    # A cell that says its number is a number to the style sheet, too: pages have thousands.
+    marks = " ".join(filter(None, ("number" if is_number and not value else "", cell.mark)))
+    marked = f' class="{marks}"' if marks else ""
     return f"<td{marked}{value}>{with_code(cell.text)}</td>"
 
 

@@ -82,6 +82,25 @@ def test_what_it_is_not_faster_at_goes_to_triton_kernels_unless_it_is_named(
     assert why is None if said is None else said in (why or "")
 
 
+@pytest.mark.parametrize(
+    ("shape", "by"),
+    [
+        ((1, 8, 65536, 128), "hopper"),
+        ((2, 16, 4096, 128), "hopper"),
+        ((1, 8, 8192, 128), "triton"),
+        ((2, 32, 64, 128), "hopper"),  # 64 states
+        ((1, 8, 65536, 64), "triton"),
+    ],
+)
+def test_backward_passes_of_few_states_take_it_where_rows_are_many(
+    shape: tuple[int, ...], by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(backends, "_hopper_device_unsupported", lambda device, index: None)
+    monkeypatch.setattr(backends, "_triton_device_unsupported", lambda *device: None)
+    asked = prepare(*inputs_of(*shape)).problem._replace(device="cuda")
+    assert backends.choose(asked, None, "backward") == by
+
+
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
