@@ -241,7 +241,8 @@ assert plan.method == min(plan.costs.values(), key=lambda cost: cost.total).meth
 # %% [markdown]
 # Linear attention and the delta rule ([chapter 11](11_delta_rule.py)) send less: a state is
 # all that rows need of those before them. [parallel.md](../parallel.md) has these, a cache whose
-# tokens are dealt to ranks, and what happens when ranks disagree.
+# tokens are dealt to ranks, and what happens when ranks disagree. [Chapter 13](13_fp8.py) makes
+# numbers smaller instead.
 #
 # ## Change this and see
 #

@@ -37,7 +37,7 @@ def test_every_chapter_runs_and_shows_a_table_and_a_picture(tmp_path):
     done = run_chapters("--out", tmp_path, "--tables", tmp_path / "tables")
     assert done.returncode == 0, done.stdout + done.stderr
     seconds = dict(re.findall(r"^(\w+): ([\d.]+) s$", done.stdout, re.MULTILINE))
-    assert sorted(seconds) == NAMES and len(NAMES) == 12
+    assert sorted(seconds) == NAMES and len(NAMES) == 13
     for name in NAMES:
         page = (tmp_path / f"{name}.md").read_text(encoding="utf-8")
         assert page.startswith(f"# {name[:2]} · ")
