@@ -24,12 +24,14 @@ SEQUENCES = (9, 0, 30, 1, 8)
 WHOLE = ("kv", "key_sum", "initial_state", "state")  # as every rank has them
 
 
-def plan_of(group: Any, packed: bool, rows: int) -> parallel.Plan:
-    """Rows dealt for causal attention: several pieces on a rank."""
-    if packed:
-        offsets = torch.tensor([0, *SEQUENCES]).cumsum(0).int()
-        return parallel.plan(None, offsets, group, causal=True)
-    return parallel.plan(masks.causal(), rows, group)
+CAUSAL = masks.causal()  # several pieces on a rank
+TOGETHER = masks.window(0)  # one on each, as no row costs more than another
+
+
+def plan_of(group: Any, packed: bool, rows: int, mask: Any = CAUSAL) -> parallel.Plan:
+    """Rows dealt for attention under a mask."""
+    offsets = torch.tensor([0, *SEQUENCES]).cumsum(0).int()
+    return parallel.plan(mask, offsets if packed else rows, group)
 
 
 def shard(plan: parallel.Plan, name: str, tensor: Tensor, packed: bool) -> Tensor:
@@ -39,14 +41,16 @@ def shard(plan: parallel.Plan, name: str, tensor: Tensor, packed: bool) -> Tenso
     return plan.shard(tensor, 0 if packed else 2)
 
 
-def results(made: Any, group: Any, compiled: Any = None, **options: Any) -> dict[str, Tensor]:
+def results(
+    made: Any, group: Any, compiled: Any = None, mask: Any = CAUSAL, **options: Any
+) -> dict[str, Tensor]:
     """Output, last state and gradients of the whole, from every rank's part of them.
 
-    compiled: what makes a graph of a call.
+    compiled: what makes a graph of a call. mask: by which rows are dealt.
     """
     packed = made.cu_seqlens is not None
     rows = 0 if packed else made.tensors["key"].shape[2]
-    plan = plan_of(group, packed, rows)
+    plan = plan_of(group, packed, rows, mask)
     leaves = {
         name: shard(plan, name, tensor, packed).clone().requires_grad_()
         for name, tensor in made.tensors.items()
@@ -83,11 +87,11 @@ def results(made: Any, group: Any, compiled: Any = None, **options: Any) -> dict
     return whole
 
 
-def compare(group: Any, kind: str, **description: Any) -> None:
+def compare(group: Any, kind: str, mask: Any = CAUSAL, **description: Any) -> None:
     """All results within the bound that one process has."""
     linear = kind == "linear"
     made: Any = (make_linear_case if linear else make_delta_case)(**description)
-    found = results(made, group)
+    found = results(made, group, mask=mask)
     if dist.get_rank(group) == len(str(made.description)) % dist.get_world_size(group):
         exact, allowed = (linear_expected if linear else delta_expected)(made)
         assert_within(found, exact, allowed, str(made.description))

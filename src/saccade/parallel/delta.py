@@ -56,7 +56,8 @@ def gated_delta_rule(
         value: [batch, value_heads, rows of this rank, value_dim].
         beta: [batch, value_heads, rows of this rank].
         plan: of `plan`; its rows that follow one another on a rank are computed together, so the
-            fewer chunks the better.
+            fewer chunks the better. Where no attention layers share it, that of `masks.window(0)`
+            deals one piece to each rank.
         options: those of `saccade.gated_delta_rule`. decay is that of this rank's rows;
             initial_state is whole on every rank, and so is the last state that `return_state`
             asks for. reduce_gradients: whether gradients of initial_state are summed over ranks.
@@ -219,7 +220,7 @@ def _prepared(
         call: Any = api.gated_delta_rule_varlen if rows.packed else api.gated_delta_rule
         check_initial(call, tensors, decay, initial, plan, rows, options)
     taken = taken_twice(rows, tensors[0], (*tensors[1:], decay), route)
-    found = _transitions(tensors, decay, route, rows, options, taken)
+    found = _transitions(tensors, decay, route, rows, options, taken, initial is not None)
     of_rows = *tensors[1:], decay
     found = found._replace(added=tied_to_rows(found.added, of_rows, (initial,), route))
     return _Call(tensors, decay, initial, options, found, taken), facts, compared
@@ -227,9 +228,13 @@ def _prepared(
 
 def _transitions(
     tensors: tuple[Tensor, ...], decay: Tensor | None, route: Route, rows: Rows,
-    options: dict[str, Any], taken: TakenRows | None,
+    options: dict[str, Any], taken: TakenRows | None, started: bool,
 ) -> _Transitions:  # fmt: skip
-    """What the pieces that this rank sends do to a state; the first call checks all arguments."""
+    """What the pieces that this rank sends do to a state; the first call checks all arguments.
+
+    started: whether sequences begin with a state. Else nothing reads the matrices of their first
+    pieces, which are 0.
+    """
     sent = [route.own[number] for number in route.sent]
     added, matrices = [], []
     for pieces in groups_of(rows, (*tensors, decay), sent):
@@ -241,11 +246,15 @@ def _transitions(
             still = query  # which is refused
         size = key.shape[-1]
         state = _one_call((still, key, value, beta), here, pieces, rows, None, options)[1]
-        unit = torch.eye(size, dtype=state.dtype, device=state.device)
-        unit = unit.expand(*state.shape[:2], size, size)
-        zeros = value.new_zeros(()).expand(*value.shape[:-1], size)
-        matrices.append(_one_call((still, key, zeros, beta), here, pieces, rows, unit, options)[1])
         added.append(state)
+        shape = (*state.shape[:2], size, size)
+        if not any([started or route.before[route.own.index(piece)] for piece in pieces]):
+            matrices.append(state.new_zeros(shape))
+            continue
+        # Laid out as kernels take them: a pass that copies nothing is recorded.
+        unit = torch.eye(size, dtype=state.dtype, device=state.device).expand(shape).contiguous()
+        zeros = value.new_zeros(size).expand(*value.shape[:-1], size)
+        matrices.append(_one_call((still, key, zeros, beta), here, pieces, rows, unit, options)[1])
     found = []
     for parts in (added, matrices):
         joined = parts[0].unsqueeze(1) if len(parts) == 1 < len(sent) else torch.stack(parts)

@@ -56,7 +56,8 @@ def linear_attention(
         key: [batch, key_heads, rows of this rank, head_dim].
         value: [batch, value_heads, rows of this rank, value_dim].
         plan: of `plan`; its rows that follow one another on a rank are computed together, so the
-            fewer chunks the better.
+            fewer chunks the better. Where no attention layers share it, that of `masks.window(0)`
+            deals one piece to each rank.
         options: those of `saccade.linear_attention`, but for key_lengths. decay for each row is
             that of this rank's rows; constant decay and initial_state are whole on every rank.
             With `return_state` the last state is whole on every rank, too.
@@ -150,11 +151,13 @@ class _Transitions(NamedTuple):
         ]
         return _Transitions(*found)
 
-    def picked(self, places: list[int]) -> _Transitions:
-        """Those of some pieces."""
-        index = whole_numbers(tuple(places), self.kv.device)
-        found: list[Any] = [None if each is None else each.index_select(0, index) for each in self]
-        return _Transitions(*found)
+    def picked(self, arrived: Tensor, places: list[int]) -> _Transitions:
+        """Those of some pieces, of all that came."""
+        first = places[0] if places else 0
+        if places == [*range(first, first + len(places))]:  # as they lie
+            return self.unflat(arrived.narrow(0, first, len(places)))
+        index = whole_numbers(tuple(places), arrived.device)
+        return self.unflat(arrived.index_select(0, index))
 
 
 def _called(
@@ -176,18 +179,16 @@ def _computed(
         lambda given, return_state: _prepared(tensors, plan, rows, given, return_state),
     )  # fmt: skip
     route = _route(plan, call.causal, return_state)
-    own = call.transitions
     if not sum(route.counts):
         query, key, value = call.tensors
         call = call._replace(tensors=(query, compared(key), value))
-    arrived = spread(plan, own.flat(), route.counts, compared)
-    all_transitions = own.unflat(arrived)
-    states = _states_before(call, route, all_transitions, rows)
+    arrived = spread(plan, call.transitions.flat(), route.counts, compared)
+    states = _states_before(call, route, arrived, rows)
     output = _outputs(call, route, states, rows)
     output = tied(output, arrived)
     if not return_state:
         return output
-    return output, _last_state(call, route, all_transitions, rows)
+    return output, _last_state(call, route, arrived, rows)
 
 
 def _route(plan: Plan, causal: bool, return_state: bool) -> Route:
@@ -326,6 +327,8 @@ def _faded(decay: Tensor | None, pieces: list[Piece], rows: Rows, key_sum: Tenso
 def _after(before: _Transitions, initial: LinearState | None) -> LinearState:
     """[batch, heads, ...]: a state after some pieces, one after another."""
     parts, weight = before, None  # the logarithm of each piece's weight, [pieces (+ 1), ...]
+    if initial is None and len(parts.kv) == 1 and parts.log_scale is None:
+        return LinearState(parts.kv[0], parts.key_sum[0])
     if initial is not None:
         first = _Transitions(
             initial.kv.unsqueeze(0), initial.key_sum.unsqueeze(0),
@@ -362,14 +365,16 @@ def _entry(state: LinearState | None, sequence: int, rows: Rows) -> LinearState 
 
 
 def _states_before(
-    call: _Call, route: Route, arrived: _Transitions, rows: Rows
+    call: _Call, route: Route, arrived: Tensor, rows: Rows
 ) -> list[LinearState | None]:
     """The state that each piece of this rank starts from; where rows see all keys, the last."""
     found: list[LinearState | None] = []
     for piece, before in zip(route.own, route.before, strict=True):
         places = before if call.causal else route.all_of[piece.sequence]
         initial = _entry(call.initial, piece.sequence, rows)
-        found.append(_after(arrived.picked(places), initial) if places else initial)
+        if places:
+            initial = _after(call.transitions.picked(arrived, places), initial)
+        found.append(initial)
     return found
 
 
@@ -413,17 +418,19 @@ def _stacked(states: list[LinearState | None], like: _Transitions) -> LinearStat
     return LinearState(*found)
 
 
-def _last_state(call: _Call, route: Route, arrived: _Transitions, rows: Rows) -> LinearState:
+def _last_state(call: _Call, route: Route, arrived: Tensor, rows: Rows) -> LinearState:
     """The state of every sequence after its last key, on every rank."""
     found: list[LinearState | None] = []
     for sequence, places in enumerate(route.all_of):
         initial = _entry(call.initial, sequence, rows)
-        found.append(_after(arrived.picked(places), initial))
+        found.append(_after(call.transitions.picked(arrived, places), initial))
     if not rows.packed:
         assert found[0] is not None
         return found[0]
     stacked = _stacked(found, call.transitions)
-    return stacked if stacked is not None else LinearState(*arrived.picked([])[:2])
+    return (
+        stacked if stacked is not None else LinearState(*call.transitions.picked(arrived, [])[:2])
+    )
 
 
 COMPUTED |= dict.fromkeys(("linear_attention", "linear_attention_varlen"), _computed)

@@ -308,31 +308,48 @@ class Rows(NamedTuple):
 
 
 class _TakenTwice(torch.autograd.Function):
-    """Rows as both calls of a rank take them; gradients are written and added where rows lie."""
+    """Rows as both calls of a rank take them: all for the first call, then all for the second.
+    Gradients are written and added where rows lie."""
 
     @staticmethod
-    def forward(
-        ctx: Any, tensor: Tensor, rows: Rows, sent: Sequence[Piece], own: Sequence[Piece]
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, rows: Rows, route: Route, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)
-        ctx.like, ctx.taken = torch.empty_like(tensor, device="meta"), (rows, sent, own)
-        return rows.of_group(tensor, sent), rows.of_group(tensor, own)
+        ctx.rows, ctx.route = rows, route
+        ctx.likes = [torch.empty_like(each, device="meta") for each in tensors]
+        calls = [route.own[number] for number in route.sent], route.own
+        return tuple([rows.of_group(each, pieces) for pieces in calls for each in tensors])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:
-        of_sent, of_own = grads
-        rows, sent, own = ctx.taken
-        given = of_sent if of_own is None else of_own
-        if given is None:
-            return None, None, None, None
-        total = torch.empty_like(ctx.like, device=given.device)
-        if of_own is None:
-            total.zero_()
-        else:
-            rows.of_group(total, own).copy_(of_own)
-        if of_sent is not None:
-            rows.of_group(total, sent).add_(of_sent)
-        return total, None, None, None
+        half = len(grads) // 2
+        every = zip(ctx.likes, grads[:half], grads[half:], strict=True)
+        return None, None, *[_added(ctx.rows, ctx.route, *each) for each in every]
+
+
+def _added(
+    rows: Rows, route: Route, like: Tensor, of_sent: Tensor | None, of_own: Tensor | None
+) -> Tensor | None:
+    """The gradient of rows that both calls took, laid out as `like`."""
+    given = of_sent if of_own is None else of_own
+    if given is None:
+        return None
+    total = given.new_empty_strided(like.shape, like.stride())
+    if of_own is None:
+        total.zero_()
+    for place, piece in enumerate(route.own):
+        into, sent = rows.of(total, piece), place in route.sent and of_sent is not None
+        own = None if of_own is None else _of_piece(of_own, place, route.own)
+        other = _of_piece(of_sent, route.sent.index(place), route.sent) if sent else None
+        if own is not None and other is not None:
+            torch.add(own, other, out=into)
+        elif own is not None or other is not None:
+            into.copy_(other if own is None else own)
+    return total
+
+
+def _of_piece(stacked: Tensor, place: int, pieces: Sequence[Any]) -> Tensor:
+    """The rows of one of several pieces that one call computed."""
+    return stacked.narrow(0, place, 1) if len(pieces) > 1 else stacked
 
 
 class TakenRows(NamedTuple):
@@ -354,13 +371,12 @@ def taken_twice(
     every = query, *others
     if any(len(pieces) > 1 and not rows.stacks(every, pieces) for pieces in (sent, own)):
         return None
-    found = TakenRows([], [])
-    for tensor in others:
-        pair: Any = rows.all_of_group([tensor], sent) + rows.all_of_group([tensor], own)
-        if tensor is not None and tensor.requires_grad and torch.is_grad_enabled():
-            pair = _TakenTwice.apply(tensor, rows, sent, own)
-        found.sent.append(pair[0])
-        found.own.append(pair[1])
+    found = TakenRows(rows.all_of_group(others, sent), rows.all_of_group(others, own))
+    differ = [place for place, each in enumerate(others) if each is not None and each.requires_grad]
+    if differ and torch.is_grad_enabled():
+        both: Any = _TakenTwice.apply(rows, route, *[others[place] for place in differ])
+        for number, place in enumerate(differ):
+            found.sent[place], found.own[place] = both[number], both[len(differ) + number]
     return found
 
 

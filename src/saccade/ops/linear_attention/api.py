@@ -246,8 +246,10 @@ def _attend(
     alone = checked is not None  # such calls are not observed
     if checked is not None:
         kv, key_sum = (options.get("initial_state") or NO_STATE)[:2]
-        given = *tensors[:3], options.get("decay"), options.get("key_lengths"), kv, key_sum
-        inputs = LinearInputs(*given, *tensors[3:])
+        inputs = LinearInputs(
+            **dict(zip(TENSOR_NAMES, tensors, strict=False)), decay=options.get("decay"),
+            key_lengths=options.get("key_lengths"), initial_kv=kv, initial_key_sum=key_sum,
+        )  # fmt: skip
     else:
         inputs, variant, problem, config, scaling = prepare(*tensors, **options)
         checked = CheckedCall(variant, config, *backends.choose_all(problem, implementation))
