@@ -416,11 +416,13 @@ for _description in RECURRENCES:
     _seen.add(_kind)
 
 
-@case("recurrences of rows that lie together")
+@case("recurrences of rows that lie together", cases=BOTH)
 def _together(group: Any) -> None:
     plan = recurrence_cases.plan_of(group, False, 40, recurrence_cases.TOGETHER)
     assert [piece.rank for piece in pieces_of(plan)] == [*range(dist.get_world_size(group))]
-    made: dict[str, Any] = {"mask": recurrence_cases.TOGETHER, "decay": "rows", "batch": 1}
+    made: dict[str, Any] = {
+        "mask": recurrence_cases.TOGETHER, "decay": "rows", "batch": 1, "device": DEVICE,
+    }  # fmt: skip
     for packed in (False, True):
         of_keys = TRIPLES if packed else ((40, 40),)
         lengths = recurrence_cases.SEQUENCES if packed else (40,)

@@ -337,13 +337,14 @@ def _added(
     if of_own is None:
         total.zero_()
     for place, piece in enumerate(route.own):
-        into, sent = rows.of(total, piece), place in route.sent and of_sent is not None
-        own = None if of_own is None else _of_piece(of_own, place, route.own)
-        other = _of_piece(of_sent, route.sent.index(place), route.sent) if sent else None
-        if own is not None and other is not None:
-            torch.add(own, other, out=into)
-        elif own is not None or other is not None:
-            into.copy_(other if own is None else own)
+        parts = [] if of_own is None else [_of_piece(of_own, place, route.own)]
+        if of_sent is not None and place in route.sent:
+            parts.append(_of_piece(of_sent, route.sent.index(place), route.sent))
+        into = rows.of(total, piece)
+        if len(parts) == 2:
+            torch.add(*parts, out=into)
+        elif parts:
+            into.copy_(parts[0])
     return total
 
 
