@@ -275,8 +275,11 @@ def test_layers_of_a_step_share_tables_which_are_made_anew_as_far_as_sequences_c
     assert of_a_step() == [bytes_of_table, lengths]
     for each in cache.tables(sequences):  # which are the caller's own
         each.zero_()
-    made.clear()
     assert of_a_step() == []
+    monkeypatch.setattr(paged_cache, "_stream", lambda device: "another stream")
+    assert of_a_step() == [bytes_of_table, lengths]
+    monkeypatch.setattr(paged_cache, "_is_captured", lambda device: True)
+    assert of_a_step() == [bytes_of_table, lengths] * 2  # for each layer
 
 
 def test_tables_that_a_mode_sees_are_not_left_for_others():

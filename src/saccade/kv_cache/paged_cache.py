@@ -226,7 +226,7 @@ class PagedCache:
         ] if sizes_of_states else []  # fmt: skip
         self._everything = [*self.groups, *self._states]  # that a call changes
         self._numbers = itertools.count()
-        self._known: dict[tuple[int, ...], _Tables] = {}  # of calls of `attend`, the last ones
+        self._known: dict[tuple[Any, ...], _Tables] = {}  # of calls of `attend`, the last ones
         self._lock = threading.RLock()
 
     @locked
@@ -653,9 +653,9 @@ def _several(sequences: Any) -> list[int]:
     return list(found)
 
 
-def _stream(device: torch.device) -> int:
+def _stream(device: torch.device) -> Any:
     """The stream that work of a device goes to now; others do not wait for what it makes."""
-    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
 
 
 def _is_captured(device: torch.device) -> bool:
