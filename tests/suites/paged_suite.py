@@ -10,6 +10,7 @@ from answers import expected
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from implementations import BF16, F32, F64, PAGED_IMPLEMENTATIONS, Implementation, fixture_of
+from large_scores_suite import SIZES, check_pages
 
 import saccade
 from saccade.testing import PagedDescription, assert_exact, make_paged_case, oracle, poisoned
@@ -105,6 +106,11 @@ class TestExactness:
                 scattered=scattered, device=implementation.device,
             )  # fmt: skip
             assert_exact(case, implementation.name)
+
+    @pytest.mark.parametrize("size", SIZES)
+    def test_large_scores(self, implementation: Implementation, size: str) -> None:
+        check_pages(implementation, size)
+        check_pages(implementation, size, batch_invariant=implementation.batch_invariant)
 
     @pytest.mark.parametrize("scale", [0, -0.5])
     def test_scales_of_at_most_zero(self, implementation: Implementation, scale: float) -> None:

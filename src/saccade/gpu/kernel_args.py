@@ -165,6 +165,11 @@ def mask_argument(variant: Variant, plan: tuple[Any, ...] = ()) -> Mask:
     return Mask(functions.visible, functions.classify, tile_range, tile, data, plan)
 
 
+def changes_scores(variant: Variant) -> bool:
+    """Whether kernels take a Score, and scores are natural to them (gpu/online_softmax.py)."""
+    return variant.score != "" or variant.scale <= 0
+
+
 def score_argument(variant: Variant, by: int | None = None) -> Score | None:
     """The score as kernels take it, with its derivative by the score, or by a captured tensor."""
     if variant.score:
@@ -172,7 +177,7 @@ def score_argument(variant: Variant, by: int | None = None) -> Score | None:
         data = captured_data(variant.score, variant.score_captured)
         derivative = functions.derivative if by is None else functions.reads[by].derivative
         return Score(functions.change, derivative, data)
-    if variant.scale <= 0:  # softmax_step folds positive scales only
+    if changes_scores(variant):  # softmax_step folds positive scales only
         return Score(unchanged, one, ())
     return None
 

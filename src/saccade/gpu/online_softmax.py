@@ -16,29 +16,51 @@ from saccade.gpu.language import is_hopper, tl, triton
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 
+# Scores that the caller changed are NATURAL here, and so is their row_max: exponents of e. Others
+# are products, whose scale and LOG2_E are one factor of an FMA with row_max in base 2. Differences
+# of scores are off by a rounding of row_max there, as much as products themselves may be. But -1e9
+# that is added to a whole row makes its scores equal, and equal they must stay: the difference is
+# taken before anything is multiplied, which cannot overflow either.
+
 
 @triton.jit
-def start_softmax(sinks, head, ROWS: tl.constexpr):
-    """row_max (base 2) and row_sum before any key: nothing seen, or the sink alone."""
+def start_softmax(sinks, head, ROWS: tl.constexpr, NATURAL: tl.constexpr = False):
+    """row_max and row_sum before any key: nothing seen, or the sink alone."""
     if sinks is None:
         row_max = tl.full([ROWS], float("-inf"), tl.float32)
         row_sum = tl.zeros([ROWS], tl.float32)
     else:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
-        row_max = tl.zeros([ROWS], tl.float32) + sink
+        row_max = tl.zeros([ROWS], tl.float32) + load_sink(sinks, head, NATURAL)
         row_sum = tl.where(row_max == float("-inf"), 0.0, 1.0)
     return row_max, row_sum
 
 
 @triton.jit
-def join_sink(sinks, head, row_max, row_sum):
+def load_sink(sinks, head, NATURAL: tl.constexpr):
+    """The sink of a head (or of heads), as row_max counts."""
+    sink = tl.load(sinks + head).to(tl.float32)
+    if not NATURAL:
+        sink = sink * LOG2_E
+    return sink
+
+
+@triton.jit
+def power(difference, NATURAL: tl.constexpr):
+    """e to a difference of natural scores, 2 to one of others."""
+    if NATURAL:
+        difference = difference * LOG2_E
+    return tl.exp2(difference)
+
+
+@triton.jit
+def join_sink(sinks, head, row_max, row_sum, NATURAL: tl.constexpr = False):
     """row_max and row_sum with the sink, where it did not start the softmax; and what shrinks
     everything that was summed without it."""
-    sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
+    sink = load_sink(sinks, head, NATURAL)
     new_max = tl.maximum(row_max, sink)
     shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2(row_max - shift)
-    return rescale, new_max, row_sum * rescale + tl.exp2(sink - shift)
+    rescale = power(row_max - shift, NATURAL)
+    return rescale, new_max, row_sum * rescale + power(sink - shift, NATURAL)
 
 
 # On Hopper each thread holds two of every eight neighbours in a row of a product (of 64 rows).
@@ -74,27 +96,41 @@ def softmax_step(
 ):  # fmt: skip
     """Fold one tile of scores into the running softmax of each query row.
 
-    scores · factor is base 2, and -inf where a pair is hidden; factor is greater than 0. GUARDED:
-    a row may have seen nothing yet, where -inf - -inf must not become NaN.
+    scores · factor is base 2, and -inf where a pair is hidden; factor is greater than 0, or None
+    for natural scores. GUARDED: a row may have seen nothing yet, where -inf - -inf must not become
+    NaN.
 
     Returns the weights of this tile, the factor that shrinks everything summed before it, and the
     new row_max and row_sum.
     """
-    new_max = tl.maximum(row_max, max_of_rows(scores, CHAINS) * factor)
+    largest = max_of_rows(scores, CHAINS)
+    if factor is not None:  # noqa: SIM108
+        largest = largest * factor
+    else:  # Triton 3.9 fails for gfx942 where nothing is done to it
+        largest = largest + 0.0
+    new_max = tl.maximum(row_max, largest)
     if GUARDED:  # noqa: SIM108
         shift = tl.where(new_max == float("-inf"), 0.0, new_max)
     else:
         shift = new_max
-    rescale = tl.exp2(row_max - shift)
-    weights = tl.exp2(scores * factor - shift[:, None])  # one FMA and one exponential each
+    if factor is None:
+        rescale = power(row_max - shift, True)
+        weights = power(scores - shift[:, None], True)
+    else:  # `power` would do, but ptxas gives other registers to what a function more has written
+        rescale = tl.exp2(row_max - shift)
+        weights = tl.exp2(scores * factor - shift[:, None])  # one FMA and one exponential each
     return weights, rescale, new_max, row_sum * rescale + sum_of_rows(weights, CHAINS)
 
 
 @triton.jit
-def finish_softmax(row_max, row_sum):
+def finish_softmax(row_max, row_sum, NATURAL: tl.constexpr = False):
     """What divides the weighted sums, and the natural lse: base 2 never leaves a kernel.
 
     A row that saw nothing divides 0 by 1 and has the lse -inf.
     """
     divisor = tl.where(row_sum == 0, 1.0, row_sum)
-    return divisor, (row_max + tl.log2(divisor)) * LN_2
+    if NATURAL:  # noqa: SIM108
+        lse = row_max + tl.log2(divisor) * LN_2
+    else:
+        lse = (row_max + tl.log2(divisor)) * LN_2
+    return divisor, lse

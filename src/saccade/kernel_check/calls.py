@@ -70,7 +70,7 @@ ATTENTION_PASSES = {
     "forward": ("forward", "find_tile_ranges", "classify_pairs", "list_tiles", "list_blocks"),
     "ordered": ("backward_keys", "backward_keys, NaN-safe", "backward_queries", "row_statistics"),
     "shared": ("backward_shared", "backward_shared, NaN-safe"),
-    "bias": ("backward_bias",),
+    "bias": ("backward_bias", "lse_residual"),
     "hopper": ("hopper_forward",),
     "hopper_shared": (
         "hopper_backward",

@@ -101,6 +101,7 @@ HOPPER: tuple[Entry, ...] = (
     (KernelCall(128, mask="documents"), PASSES["hopper"]),
     (KernelCall(128, mask="blocks"), PASSES["hopper"]),
     (KernelCall(128, mask="causal", score="softcap"), PASSES["hopper"]),
+    *((KernelCall(dim, score="bias"), PASSES["hopper"]) for dim in (64, 128, 256)),
     (KernelCall(128, mask="causal", packed=True), PASSES["hopper"]),
     *(
         (KernelCall(dim, mask="causal", packed=True, offsets_apart=True), PASSES["hopper"])
@@ -111,11 +112,13 @@ HOPPER: tuple[Entry, ...] = (
     (KernelCall(128, mask="documents"), HOPPER_FORMS[:1]),
     (KernelCall(128, mask="blocks"), HOPPER_FORMS[:1]),
     (KernelCall(128, mask="causal", score="softcap"), HOPPER_FORMS[:1]),
+    *((KernelCall(dim, score="bias"), HOPPER_FORMS[:1]) for dim in (64, 128)),
     (KernelCall(128, mask="causal", packed=True), PASSES["hopper_shared"]),
     (FEW_KV_HEADS, PASSES["hopper_split"]),
     (FEW_KV_HEADS._replace(head_dim=64), PASSES["hopper_split"][:1]),
     *((KernelCall(256, mask=mask), PASSES["hopper_apart"]) for mask in MASKS[:2]),
     (KernelCall(256, mask="causal", score="softcap"), PASSES["hopper_apart"]),
+    (KernelCall(256, score="bias"), PASSES["hopper_apart"]),
     (KernelCall(256, mask="causal", packed=True), PASSES["hopper_apart"]),
     (KernelCall(192, mask="causal", value_dim=128), PASSES["hopper_apart"]),
     *(
@@ -197,7 +200,7 @@ def entries(architecture: str) -> list[Entry]:
         (KernelCall(128, half, "causal", packed=True), ORDERED),
         (KernelCall(128, half, "documents", packed=True), ("forward", "find_tile_ranges")),
         (KernelCall(128, half, score="softcap"), ORDERED),
-        (KernelCall(128, half, score="bias"), ("backward_bias",)),
+        (KernelCall(128, half, score="bias"), PASSES["bias"]),
         (KernelCall(128, half, dropout_p=0.1), ALL),
         (KernelCall(128, half, dropout_p=0.1, more="grouped"), ORDERED),
         (KernelCall(256, half), ALL),

@@ -23,7 +23,13 @@ from saccade.gpu import tensor_view
 from saccade.gpu.hopper import tile_scheduler
 from saccade.gpu.hopper.pipeline import SMALLEST_WIDTH, Box, descriptor, width_of
 from saccade.gpu.hopper.tile_scheduler import num_visits, tile_from_last
-from saccade.gpu.kernel_args import Rules, mask_argument, mask_functions, score_argument
+from saccade.gpu.kernel_args import (
+    Rules,
+    changes_scores,
+    mask_argument,
+    mask_functions,
+    score_argument,
+)
 from saccade.gpu.language import gl, gluon
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import ALIGNMENT
@@ -45,7 +51,7 @@ class HopperChunkLaunch:
 
     def __init__(self, spec: PagedCallSpec, of: Pass, inputs: PagedInputs, variant: Variant):
         self.device = inputs.query.device
-        self.otherwise = PassLaunches(spec, of, self.device)
+        self.otherwise = PassLaunches(spec, of, self.device, changes_scores(variant))
         self.spec = spec = spec._replace(latent=False)  # TMA brings values by themselves
         problem = problem_of(spec, inputs, variant)
         chosen = configs.choose_paged(problem)

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import Implementation
+from large_scores_suite import SIZES, check_pages
 
 pytest.importorskip("triton")
 
@@ -102,6 +104,14 @@ def test_any_number_of_shares(monkeypatch: pytest.MonkeyPatch, mask: str, proces
     lengths = ((2, 90), (2, 0), (2, 33))
     check(make_paged_case(lengths=lengths, mask=mask, kv_heads=1, group=3, sinks=True))
     check(make_paged_case(lengths=lengths[:1], mask=mask, kv_heads=2, group=3))
+
+
+@interpreted
+@pytest.mark.parametrize("processors", [1, 9])
+@pytest.mark.parametrize("size", SIZES)
+def test_large_scores(monkeypatch: pytest.MonkeyPatch, size: str, processors: int) -> None:
+    monkeypatch.setattr(call_spec, "multiprocessors", lambda tensor: processors)
+    check_pages(Implementation("triton", (F32, F16), slow=True), size)
 
 
 @interpreted

@@ -48,6 +48,7 @@ from saccade.ops.attention.hopper.dq_accumulate import (
     multiply_grad_scores,
     query_tile_of,
     read_semaphore,
+    starts_of,
 )
 from saccade.ops.attention.hopper.forward import mma_layout, work_tile_of
 from saccade.ops.attention.hopper.nonfinite import note_nonfinite
@@ -114,6 +115,7 @@ def produce(
     """
     KV_TILE: gl.constexpr = key_desc.block_type.shape[2]
     QUERY_TILE: gl.constexpr = query_desc.block_type.shape[2]
+    ROWS_OF_STARTS: gl.constexpr = starts_desc.block_type.shape[0]
     tile_iteration, work_iteration, iteration = 0, 0, 0
     number = gl.program_id(0)
     sound = number >= 0
@@ -156,7 +158,7 @@ def produce(
                     rings.queries.acquire(iteration)
                     rings.queries.load_with(
                         iteration, query_desc, queries_at,
-                        starts_desc, [first_slot + query_tile, 0], rings.starts,
+                        starts_desc, [(first_slot + query_tile) * ROWS_OF_STARTS, 0], rings.starts,
                     )  # fmt: skip
                     if APART:
                         rings.grad_outputs.acquire(iteration)
@@ -345,12 +347,10 @@ def add_tile(
         semaphore = read_semaphore(rules, scratch, at, tile_range, index - 1, WHICH)
 
     rings.queries.wait(iteration)
-    starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
-    score_start = starts.slice(0, QUERY_TILE).load(COLUMNS)  # [QUERY_TILE]
-    if rules.score is None:  # noqa: SIM108
-        scores = nothing + score_start[None, :]
-    else:
-        scores = nothing
+    starts = starts_at(rings, rules, iteration)
+    scores = nothing
+    if rules.score is None:
+        scores = nothing + starts.slice(0, QUERY_TILE).load(COLUMNS)[None, :]
     scores = warpgroup_mma(key_half, query_tile.permute((1, 0)), scores, is_async=True)
     grad_start = starts.slice(QUERY_TILE, QUERY_TILE).load(COLUMNS)
     rings.grad_outputs.wait(iteration)
@@ -358,7 +358,7 @@ def add_tile(
         value_half, grad_tile.permute((1, 0)), nothing + grad_start[None, :], is_async=True
     )
     scores = warpgroup_mma_wait(1, deps=[scores])
-    weights, slopes = weigh(scores, score_start, rules, scratch, at, tile_range, index)
+    weights, slopes = weigh(scores, starts, rules, scratch, at, tile_range, index)
     operand = as_operand(weights, query_tile.dtype, OF_VALUE)
     # [ROWS, VALUE_WIDTH]
     of_value = warpgroup_mma(operand, grad_tile, of_value, is_async=True)
@@ -397,7 +397,15 @@ def add_tile(
 
 
 @gluon.jit
-def weigh(scores, score_start, rules, scratch, at, tile_range, index):
+def starts_at(rings, rules, iteration):
+    """What `attention_backward_begin` wrote of the queries of an iteration, number by number."""
+    QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
+    NUMBERS: gl.constexpr = starts_of(rules.score is not None)
+    return rings.starts.index(rings.queries.stage(iteration)).reshape([NUMBERS * QUERY_TILE])
+
+
+@gluon.jit
+def weigh(scores, starts, rules, scratch, at, tile_range, index):
     """Weights of a tile of pairs, and what grad_weights - row_dot are multiplied by."""
     batch, query_head, first_key, query_len, kv_len, _ = at
     query_tile = query_tile_of(rules, scratch, tile_range, index)
@@ -409,7 +417,10 @@ def weigh(scores, score_start, rules, scratch, at, tile_range, index):
         changed = rules.score.change(
             scaled, batch, query_head, query_rows, key_rows, kv_len - query_len, rules.score.data
         )
-        weights = gl.exp2(changed * LOG2_E + score_start[None, :])
+        COLUMNS: gl.constexpr = gl.SliceLayout(0, scores.type.layout)
+        score_start = starts.slice(0, scores.shape[1]).load(COLUMNS)  # -lse
+        residual = starts.slice(2 * scores.shape[1], scores.shape[1]).load(COLUMNS)
+        weights = gl.exp2((changed + score_start[None, :]) * LOG2_E + residual[None, :])
     if may_hide(scratch, tile_range, index, query_tile):  # all others run without mask arithmetic
         visible = (key_rows < kv_len) & (query_rows < query_len)
         if rules.mask.visible is not None:

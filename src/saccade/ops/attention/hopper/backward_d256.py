@@ -41,8 +41,9 @@ from saccade.gpu.hopper.pipeline import (
 )
 from saccade.gpu.hopper.tile_scheduler import is_partial, num_visits, tile_of
 from saccade.gpu.language import gl, gluon
+from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.tensor_view import load_numbers, row_pointers
-from saccade.ops.attention.hopper.backward import next_work_tile, produce, weigh
+from saccade.ops.attention.hopper.backward import next_work_tile, produce, starts_at, weigh
 from saccade.ops.attention.hopper.forward import mma_layout, schedule_work, work_tile_of
 from saccade.ops.attention.hopper.nonfinite import note_nonfinite
 from saccade.ops.attention.hopper.smem import make_key_rings, make_query_rings
@@ -50,7 +51,6 @@ from saccade.ops.attention.hopper.softmax import (
     ROWS,
     as_matrix,
     change,
-    exponent_factor,
     hide,
     places_of,
 )
@@ -241,7 +241,7 @@ def sum_over_queries(
             rings, rules, scratch, at, tile_range, 0, iteration, 0, sums, PARTS, False
         )
     else:
-        pairs, sums = add_grad_scores(rings, iteration, 0, sums, PARTS, False)
+        pairs, sums = add_grad_scores(rings, rules, iteration, 0, sums, PARTS, False)
     for index in range(1, num_visits(tile_range)):
         iteration += 1
         if WHICH == 0:
@@ -249,7 +249,7 @@ def sum_over_queries(
                 rings, rules, scratch, at, tile_range, index, iteration, pairs, sums, PARTS, True
             )
         else:
-            pairs, sums = add_grad_scores(rings, iteration, pairs, sums, PARTS, True)
+            pairs, sums = add_grad_scores(rings, rules, iteration, pairs, sums, PARTS, True)
     ring = rings.grad_outputs if WHICH == 0 else rings.queries
     ring.wait(iteration)
     sums = wait_for_sums_of(0, add_rows(pairs, as_matrix(ring.at(iteration)), sums))
@@ -276,18 +276,17 @@ def add_weights(
         rings.grad_outputs.wait(iteration - 1)
         of_value = add_rows(weights, as_matrix(rings.grad_outputs.at(iteration - 1)), of_value)
     rings.queries.wait(iteration)
-    starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
-    score_start = starts.slice(0, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))
+    starts = starts_at(rings, rules, iteration)
     scores = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
     if rules.score is None:
-        scores = scores + score_start[None, :]
+        scores = scores + starts.slice(0, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))[None, :]
     scores = multiply_channels(key_tile, query_tile, scores, PARTS)
     if LATER:
         of_value = wait_for_sums_of(len(PARTS), of_value)
         rings.grad_outputs.release(iteration - 1)
     scores = warpgroup_mma_wait(0, deps=[scores])
     rings.queries.release(iteration)
-    weights, slopes = weigh(scores, score_start, rules, scratch, at, tile_range, index)
+    weights, slopes = weigh(scores, starts, rules, scratch, at, tile_range, index)
     rings.slopes.acquire(iteration)
     rings.slopes.put(iteration, slopes.to(query_tile.dtype))
     return as_operand(weights, query_tile.dtype, PAIRS), of_value
@@ -295,7 +294,7 @@ def add_weights(
 
 @gluon.jit
 def add_grad_scores(
-    rings, iteration, grad_scores, of_key, PARTS: gl.constexpr, LATER: gl.constexpr
+    rings, rules, iteration, grad_scores, of_key, PARTS: gl.constexpr, LATER: gl.constexpr
 ):  # fmt: skip
     """Add an iteration to the gradients of keys, from grad_scores. PARTS: of channels of values."""
     QUERY_TILE: gl.constexpr = rings.queries.memory.shape[3]
@@ -306,7 +305,7 @@ def add_grad_scores(
     if LATER:
         of_key = add_rows(grad_scores, as_matrix(rings.queries.at(iteration - 1)), of_key)
     rings.queries.wait(iteration)
-    starts = rings.starts.index(rings.queries.stage(iteration)).reshape([2 * QUERY_TILE])
+    starts = starts_at(rings, rules, iteration)
     grad_start = starts.slice(QUERY_TILE, QUERY_TILE).load(gl.SliceLayout(0, PAIRS))
     nothing = gl.zeros([ROWS, QUERY_TILE], gl.float32, PAIRS)
     rings.grad_outputs.wait(iteration)
@@ -328,20 +327,20 @@ def add_grad_scores(
 @gluon.jit(do_not_specialize=["rules"])
 def attention_backward_queries(
     query_desc, key_desc, value_desc, grad_output_desc, grad_query_desc, query, key, grad_query,
-    lse_log2, row_dot, rules, schedule, HEADS_PER_KV_HEAD: gl.constexpr, HEAD_DIM: gl.constexpr,
-    VALUE_DIM: gl.constexpr, META: gl.constexpr, NAN_SAFE: gl.constexpr,
+    row_lse, row_dot, lse_residual, rules, schedule, HEADS_PER_KV_HEAD: gl.constexpr,
+    HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, META: gl.constexpr, NAN_SAFE: gl.constexpr,
 ):  # fmt: skip
     """One program: tiles of 128 query rows of one head, one after the other."""
     rings = make_query_rings(query_desc, key_desc, value_desc, grad_output_desc, META.STAGES)
     gl.warp_specialize(
         [
             (consume_keys, (
-                grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
-                HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
+                grad_query_desc, query, grad_query, row_lse, row_dot, lse_residual, rules,
+                schedule, rings, HEAD_DIM, VALUE_DIM, NAN_SAFE, 0,
             )),
             (consume_keys, (
-                grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
-                HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
+                grad_query_desc, query, grad_query, row_lse, row_dot, lse_residual, rules,
+                schedule, rings, HEAD_DIM, VALUE_DIM, NAN_SAFE, 1,
             )),
             (produce_keys, (
                 query_desc, key_desc, value_desc, grad_output_desc, query, key, rules, schedule,
@@ -394,7 +393,7 @@ def produce_keys(
 
 @gluon.jit
 def consume_keys(
-    grad_query_desc, query, grad_query, lse_log2, row_dot, rules, schedule, rings,
+    grad_query_desc, query, grad_query, row_lse, row_dot, lse_residual, rules, schedule, rings,
     HEAD_DIM: gl.constexpr, VALUE_DIM: gl.constexpr, NAN_SAFE: gl.constexpr, WHICH: gl.constexpr,
 ):  # fmt: skip
     """Compute 64 rows of each tile of query rows that is scheduled."""
@@ -408,7 +407,10 @@ def consume_keys(
         first_row = query_start + WHICH * ROWS
         rows = first_row + gl.arange(0, ROWS, OF_ROWS)
         # +inf makes all weights of a row 0.
-        lse = load_numbers(lse_log2, batch, query_head, rows, query_len, float("inf"))
+        lse = load_numbers(row_lse, batch, query_head, rows, query_len, float("inf"))
+        lost = lse  # not read where there is none
+        if lse_residual is not None:
+            lost = load_numbers(lse_residual, batch, query_head, rows, query_len, 0.0)
         dot = load_numbers(row_dot, batch, query_head, rows, query_len, 0.0)  # [ROWS], as lse
         at = (batch, query_head, first_row, query_len, kv_len)
         queries, grad_outputs = rings.queries[WHICH], rings.grad_outputs[WHICH]
@@ -420,7 +422,7 @@ def consume_keys(
             at,
             tile_range,
             kv_iteration,
-            lse,
+            (lse, lost),
             dot,
             no_sums(PARTS),
             PARTS,
@@ -496,7 +498,7 @@ def add_tile(
 
 @gluon.jit
 def weigh_keys(scores, rules, at, tile_range, index, lse):
-    """What grad_weights - row_dot of a tile of pairs are multiplied by."""
+    """What grad_weights - row_dot of a tile of pairs are multiplied by. lse: with its residual."""
     batch, query_head, first_row, query_len, kv_len = at
     kv_start = tile_of(rules, tile_range, index) * scores.shape[1]
     changed = scores
@@ -504,8 +506,10 @@ def weigh_keys(scores, rules, at, tile_range, index, lse):
         changed = change(scores, rules, at, kv_start)
     if is_partial(tile_range, index):  # all others run without mask arithmetic
         changed = hide(changed, rules, at, kv_start)
-    slopes = gl.exp2(changed * exponent_factor(rules) - lse[:, None])
-    if rules.score is not None:
+    if rules.score is None:
+        slopes = gl.exp2(changed * (rules.scale * LOG2_E) - lse[0][:, None])
+    else:
+        slopes = gl.exp2((changed - lse[0][:, None]) * LOG2_E - lse[1][:, None])
         query_rows, key_rows = places_of(scores, first_row, kv_start)
         slopes = slopes * rules.score.derivative(
             scores * rules.scale, batch, query_head, query_rows, key_rows, kv_len - query_len,

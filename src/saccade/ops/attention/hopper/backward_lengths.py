@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 class BackwardPrograms(NamedTuple):
     """How many programs each kernel has, in the order in which they start; None: it does not."""
 
+    lse_residual: int | None
     begin: int
     main: int
     add_splits: int | None
@@ -111,15 +112,15 @@ class BackwardLengths:
             for number, ((rows_or_batch, heads, *rest), _, _) in enumerate(gradients[1:]):
                 shape = (rows_or_batch, heads * self.splits, *rest)
                 parts[number] = MemoryLayout(shape, contiguous(shape), single)
-        statistics = None
-        if kind.by_triton:
-            shape = tuple(passed.lse.shape)
-            statistics = MemoryLayout(shape, contiguous(shape), single)
+        shape = tuple(passed.lse.shape)
+        of_rows = MemoryLayout(shape, contiguous(shape), single)
+        statistics = of_rows if kind.by_triton else None
         return (
             *gradients,
-            MemoryLayout((slots, 2 * tile), (2 * tile, 1), single),
+            MemoryLayout((slots * kind.rows_of_starts, 2 * tile), (2 * tile, 1), single),
             statistics,
             statistics,
+            of_rows if kind.scored else None,
             None if kind.ordered else MemoryLayout((slots * tile, width), (width, 1), single),
             MemoryLayout((), (), torch.int32) if kind.nan_safe else None,
             MemoryLayout((slots * PARTS.value,), (1,), torch.int32) if self.in_key_order else None,
@@ -131,10 +132,10 @@ class BackwardLengths:
     ) -> tuple[int, ...]:
         """`HopperBackwardCall` says which of them is what."""
         memory, queries = self.memory, self.geometry.queries
-        laid = there_are((*memory[:3], *memory[4:6], *memory[9:]))
+        laid = there_are((*memory[:3], *memory[4:7], *memory[10:]))
         side = self.slots * self.tile * self.kind.widths[0] // LONGEST_SIDE
         return (
-            *orders[0], self.slots, side, self.splits, queries.batch,
+            *orders[0], self.slots * self.kind.rows_of_starts, side, self.splits, queries.batch,
             *numbers_of((*inputs[:3], *there_are(passed))), *laid_numbers(laid), *orders[1],
         )  # fmt: skip
 
@@ -142,7 +143,9 @@ class BackwardLengths:
         self, order: tuple[int, ...], wide: tuple[int, ...], of_queries: Launch | None
     ) -> BackwardPrograms:
         kind, (queries, keys), again = self.kind, self.geometry, self.kind.again
+        residual = kind.residual
         return BackwardPrograms(
+            None if residual is None else queries.programs(residual.constants["QUERY_TILE"]),
             self.slots,
             min(order[0], kind.spec.multiprocessors),
             keys.programs(SUM_TILE) if self.splits > 1 else None,

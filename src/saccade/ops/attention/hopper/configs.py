@@ -200,9 +200,10 @@ class BackwardSchedule(NamedTuple):
 
     def shared_memory(self, width: int) -> int:
         """Bytes of shared memory, for elements of 2 bytes: keys, values and the way out of their
-        gradients; queries, gradients of outputs and of scores; partial sums in float32."""
+        gradients; queries, gradients of outputs and of scores, and at most four numbers of each
+        query; partial sums in float32."""
         keys = 2 * width * (2 * self.kv_tile + self.kv_tile)
-        of_stage = 2 * self.query_tile * (2 * width + self.kv_tile) + 8 * self.query_tile
+        of_stage = 2 * self.query_tile * (2 * width + self.kv_tile) + 16 * self.query_tile
         return keys + self.stages * of_stage + 4 * self.query_tile * width + ADDED_BYTES
 
     def shared_memory_apart(self, head_width: int, value_width: int) -> int:
@@ -211,7 +212,7 @@ class BackwardSchedule(NamedTuple):
         memory of values and keys, if that is as wide."""
         widths = head_width + value_width
         keys = 2 * self.kv_tile * widths * (1 if head_width == value_width else 2)
-        of_stage = 2 * self.query_tile * (widths + self.kv_tile) + 8 * self.query_tile
+        of_stage = 2 * self.query_tile * (widths + self.kv_tile) + 16 * self.query_tile
         return keys + self.stages * of_stage + ADDED_BYTES
 
 

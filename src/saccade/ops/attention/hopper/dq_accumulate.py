@@ -53,6 +53,7 @@ from saccade.gpu.tensor_view import (
     any_nonfinite,
     ascend,
     first_slot,
+    load_numbers,
     num_rows,
     pad_rows,
     row_pointers,
@@ -61,7 +62,7 @@ from saccade.gpu.tensor_view import (
 from saccade.gpu.tile_ranges import first_and_end, is_partial_tile
 from saccade.ops.attention.hopper.forward import mma_layout
 from saccade.ops.attention.hopper.softmax import ROWS, as_matrix
-from saccade.ops.attention.triton.backward_common import in_base_2, statistics_of
+from saccade.ops.attention.triton.backward_common import lse_of_weights, statistics_of
 
 PARTS = tl.constexpr(2)  # of a slot's partial sum of the gradients of queries: one of each consumer
 PART_ROWS = tl.constexpr(64)
@@ -93,6 +94,12 @@ def packed_slot(batch, head, data, TILE: tl.constexpr):
     return head * slots + first_slot(data, batch, TILE)
 
 
+@triton.constexpr_function
+def starts_of(changed):
+    """How many numbers of each row lie in front of a slot: two, or three and one that fills up."""
+    return 4 if changed else 2
+
+
 @triton.jit
 def first_semaphore(
     mask, batch, head, tile, lengths, QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr
@@ -116,16 +123,17 @@ def from_the_end():
 
 @triton.jit(do_not_specialize=["mask"])
 def attention_backward_begin(
-    output, residual, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views, some None
+    output, residual, grad_output, logsumexp, grad_lse, row_lse, row_dot, lse_residual,  # Views
     key, mask, scratch, starts, factor,  # key and mask are None unless there are semaphores
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, HEAD_WIDTH: tl.constexpr,
     QUERY_TILE: tl.constexpr, KV_TILE: tl.constexpr,
 ):  # fmt: skip
     """One program: one slot. Beside the two row statistics, for kernels that may have to repeat
-    the work, it writes what sums of scores and of grad_weights start at: -lse · factor, -row_dot.
+    the work, it writes what sums of scores and of grad_weights start at: -lse · factor, -row_dot;
+    and of scores that the caller changes, -lse_residual, which other ones do not have.
 
     A row that saw nothing starts at -inf, which makes all its weights 0. Shares of the gradients
-    of queries are added to zeros, unless there are semaphores.
+    of queries are added to zeros, unless there are semaphores. Some of the Views may be None.
     """
     batch, head, tile, _ = output.find(from_the_end(), output.data, QUERY_TILE)
     slot = scratch.slot(batch, head, output.data, QUERY_TILE) + tile
@@ -136,13 +144,16 @@ def attention_backward_begin(
         output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
-    if lse_log2 is not None:
-        base_2 = in_base_2(lse, saw_nothing)
-        store_numbers(lse_log2, batch, head, rows, query_len, base_2)
+    if row_lse is not None:
+        of_weights = lse_of_weights(lse, saw_nothing, lse_residual is not None)
+        store_numbers(row_lse, batch, head, rows, query_len, of_weights)
         store_numbers(row_dot, batch, head, rows, query_len, dot)
-    start = starts + slot * (2 * QUERY_TILE)
+    start = starts + slot * (starts_of(lse_residual is not None) * QUERY_TILE)
     tl.store(start + positions, tl.where(saw_nothing, float("-inf"), -lse * factor))
     tl.store(start + QUERY_TILE + positions, -dot)
+    if lse_residual is not None:
+        lost = load_numbers(lse_residual, batch, head, rows, query_len, 0.0)
+        tl.store(start + 2 * QUERY_TILE + positions, -lost)
     if scratch.dq_accumulate is not None and scratch.semaphores is None:
         partial_dq = scratch.dq_accumulate + slot.to(tl.int64) * (QUERY_TILE * HEAD_WIDTH)
         numbers = tl.arange(0, QUERY_TILE * HEAD_WIDTH)

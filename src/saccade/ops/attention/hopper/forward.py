@@ -281,7 +281,7 @@ def consume(
         any_nonfinite = flag_at(nonfinite)  # it comes while the tile is finished
         finish(
             state, output_desc, output, logsumexp, residual, largest, sinks, schedule, at,
-            rings.outputs[WHICH], VALUE_DIM,
+            rings.outputs[WHICH], VALUE_DIM, rules.score is not None,
         )  # fmt: skip
         if any_nonfinite != 0:
             # NaN or inf, perhaps from a hidden value row (0 · NaN is NaN), perhaps as scores left
@@ -338,7 +338,7 @@ def attend(
     scores = warpgroup_mma_wait(0, deps=[token])  # [ROWS, KV_TILE]
     keys.release(kv_iteration)
     scores = change_and_hide(scores, rules, at, tile_range, begin, partials)
-    lazy_max = no_lazy_max(scores)  # [ROWS, 8]: numbers of each row by thread
+    lazy_max = no_lazy_max(scores, rules)  # [ROWS, 8]: numbers of each row by thread
     lazy_max, rescale = raise_lazy_max(scores, rules, lazy_max, MAX_OF == "exact")
     weights = weights_of(scores, rules, lazy_max)
     weighted_sum = gl.zeros([ROWS, VALUE_WIDTH], gl.float32, SUMS)
@@ -362,8 +362,11 @@ def attend(
     token = warpgroup_mma(weights, as_matrix(values.at(kv_iteration)), weighted_sum, is_async=True)
     # [ROWS] from here on
     row_max = gl.convert_layout(gl.max(lazy_max, 1), gl.SliceLayout(1, SCORES))
-    row_max = gl.where(row_max == NOTHING, float("-inf"), row_max)
+    if rules.score is None:
+        row_max = gl.where(row_max == NOTHING, float("-inf"), row_max)
     row_sum = gl.convert_layout(gl.sum(row_sum, 1), gl.SliceLayout(1, SCORES))
+    if rules.score is not None:  # one as small as the first reference weighs 1
+        row_max = gl.where(row_sum == 0.0, float("-inf"), row_max)
     weighted_sum, row_sum = warpgroup_mma_wait(0, deps=[token, row_sum])
     values.release(kv_iteration)
     return row_max, row_sum, weighted_sum

@@ -1,6 +1,7 @@
 """Gradients by Hopper kernels: which kernels a backward pass starts, and in which order.
 
 begin → backward → end                                                        the usual form
+residuals of the lse → begin → …                                  where the caller changes scores
 begin → backward → end → NaN-safe keys → NaN-safe queries                     where pairs are hidden
 begin → backward → add splits → end → …             where few kv heads leave programs without work
 begin → backward (without partial sums) → NaN-safe keys → Triton's queries    the ordered form
@@ -51,8 +52,9 @@ class BackwardMemory(NamedTuple):
     of_key: Tensor
     of_value: Tensor
     starts: Tensor  # what sums start at, by slot
-    lse_log2: Tensor | None  # with row_dot: for Triton kernels, if some come after
+    row_lse: Tensor | None  # with row_dot: for Triton kernels, if some come after
     row_dot: Tensor | None
+    lse_residual: Tensor | None  # what rounding took from the lse, where the caller changes scores
     dq_accumulate: Tensor | None  # of the gradients of queries, float32, by slot
     flag: Tensor | None  # whether hidden rows may have made nonfinite something
     semaphores: Tensor | None  # by part
@@ -77,6 +79,9 @@ class HopperBackwardCall(NamedTuple):
         assert launches is not None
         brought = self.inputs[:3] if prepared.kind.alone else tensors_of(self.inputs, self.variant)
         known = (*brought, *there_are((*self.passed, *memory)))
+        if launches.lse_residual is not None and programs.lse_residual is not None:
+            arguments = self._residual_arguments
+            launches.lse_residual(programs.lse_residual, device, known, arguments)
         launches.begin(programs.begin, device, known, self._begin_arguments)
         plan = launches.planner(self.inputs, self.variant)
         counters: tuple[Tensor, ...] = ()
@@ -126,10 +131,22 @@ class HopperBackwardCall(NamedTuple):
         else:
             launches.queries(programs, device, known, self._nan_safe_queries_arguments)
 
+    def _residual_arguments(self) -> tuple[Any, ...]:
+        spec, inputs = self.spec, self.inputs
+        assert self.memory.lse_residual is not None
+        return (
+            *spec.inputs(inputs)[:2],
+            spec.numbers(self.passed.lse, inputs),
+            spec.numbers(self.memory.lse_residual, inputs),
+            self._rules(),
+            inputs.sinks,
+        )
+
     def _begin_arguments(self) -> tuple[Any, ...]:
         spec, inputs = self.spec, self.inputs
         output, residual, lse, grad_output, grad_lse = self.passed
-        of_rows = lse, grad_lse, self.memory.lse_log2, self.memory.row_dot
+        memory = self.memory
+        of_rows = lse, grad_lse, memory.row_lse, memory.row_dot, memory.lse_residual
         return (
             spec.rows(output, inputs),
             None if residual is None else spec.rows(residual, inputs),
@@ -137,7 +154,7 @@ class HopperBackwardCall(NamedTuple):
             *(None if numbers is None else spec.numbers(numbers, inputs) for numbers in of_rows),
             *self._semaphore_of(spec),
             self._scratch(),
-            self.memory.starts,
+            memory.starts,
             self.prepared.kind.factor,
         )
 
@@ -179,7 +196,9 @@ class HopperBackwardCall(NamedTuple):
             rows(inputs.key, kv_tile, width),
             rows(inputs.value, kv_tile, value_width),
             rows(self.passed.grad_output, tile, value_width),
-            descriptor(memory.starts, Box.plain(numbers[3], 2 * tile, 1)),
+            descriptor(
+                memory.starts, Box.plain(numbers[3], 2 * tile, prepared.kind.rows_of_starts)
+            ),
             None
             if memory.dq_accumulate is None
             else descriptor(
@@ -229,7 +248,7 @@ class HopperBackwardCall(NamedTuple):
     ) -> tuple[Any, ...]:
         inputs, memory, spec = self.inputs, self.memory, self.spec
         # The first kernel of the pass wrote them.
-        assert memory.lse_log2 is not None and memory.row_dot is not None
+        assert memory.row_lse is not None and memory.row_dot is not None
         width, value_width = self.prepared.kind.widths
         order = sourced(self.prepared.lengths.numbers)[-3:]
         sides = (
@@ -244,8 +263,9 @@ class HopperBackwardCall(NamedTuple):
             ),
             *spec.inputs(inputs)[:2],
             spec.rows(memory.of_query, inputs),
-            spec.numbers(memory.lse_log2, inputs),
+            spec.numbers(memory.row_lse, inputs),
             spec.numbers(memory.row_dot, inputs),
+            None if memory.lse_residual is None else spec.numbers(memory.lse_residual, inputs),
             tile_scheduler.with_gluon_search(rules(inputs, self.variant, plan)),
             tile_scheduler.TileOrder(
                 tensor_view.packed_origin if spec.packed else tensor_view.dense_origin,
@@ -265,7 +285,7 @@ class HopperBackwardCall(NamedTuple):
         memory = self.memory
         tensors = (
             *self.inputs[:3], *there_are(self.passed), *memory[:3],
-            *there_are((memory.lse_log2, memory.row_dot)), *there_are(memory[9:]),
+            *there_are(memory[4:7]), *there_are(memory[10:]),
         )  # fmt: skip
         return self.prepared.spec.sourced(sourced(self.prepared.lengths.numbers)[6:], tensors)
 
@@ -296,7 +316,7 @@ class HopperBackwardCall(NamedTuple):
         return keys, mask_argument(self.variant)
 
     def _forward(self, spec: CallSpec) -> SavedForward:
-        inputs, statistics = self.inputs, (self.memory.lse_log2, self.memory.row_dot)
+        inputs, statistics = self.inputs, self.memory[4:7]
         return SavedForward(
             *spec.inputs(inputs),
             spec.rows(self.passed.grad_output, inputs),

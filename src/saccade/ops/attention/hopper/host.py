@@ -20,6 +20,7 @@ from saccade.gpu.hopper.pipeline import Box, aligned, descriptor, readable, widt
 from saccade.gpu.kernel_args import (
     Geometry,
     brings_three,
+    changes_scores,
     mask_functions,
     rules,
     signature,
@@ -33,7 +34,6 @@ from saccade.gpu.launcher import (
     current_device,
     next_width,
 )
-from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.planning import NO_PLAN, Planner, TileLists
 from saccade.gpu.recording import Lengths, PassFamily, RecordedPass, tensors_in
 from saccade.gpu.signature import sourced
@@ -322,6 +322,7 @@ class HopperBackward:
 
     def __init__(self, inputs: Inputs, variant: Variant, deterministic: bool, wants_tables: bool):
         self.spec = spec = CallSpec.of(inputs, tensor_view.packed_program)
+        call = inputs, variant
         self.problem = problem = backward_problem(inputs, variant, deterministic)
         self.alone = brings_three(inputs, variant)
         self.planned = variant.mask != "" and mask_functions(variant.mask).spans_read > 0
@@ -330,12 +331,14 @@ class HopperBackward:
         self.ordered, self.apart = configs.ordered(problem), configs.apart(problem)
         self.by_triton = self.nan_safe or self.ordered or self.rest  # whether some kernels are
         self.widths = problem.head_width, problem.value_width
-        scored = variant.score != "" or variant.scale <= 0
-        self.factor = LOG2_E.value if scored else 1.0 / variant.scale
+        self.scored = changes_scores(variant)
+        self.rows_of_starts = 2 if self.scored else 1  # of two numbers of each row
+        self.residual = triton_host.residual_launch(spec, call) if self.scored else None
+        self.factor = 1.0 if self.scored else 1.0 / variant.scale
         self.launches: dict[Any, tuple[Launch, Launch, Launch, Launch]] = {}
         self.compiled: set[Any] = set()  # what was compiled, side by side, before it was started
         self.families: dict[Any, PassFamily] = {}  # of passes, by the kernels that they start
-        self.again = Repeated.of(spec, (inputs, variant)) if self.nan_safe else None
+        self.again = Repeated.of(spec, call) if self.nan_safe else None
         self.query_launch = None
         if self.apart:
             self.query_launch = Launch(
@@ -410,6 +413,7 @@ def nothing_planned(inputs: Inputs, variant: Variant) -> TileLists:
 class BackwardLaunches(NamedTuple):
     """The kernels of a backward pass; None where it has none."""
 
+    lse_residual: Launch | None
     begin: Launch
     main: Launch
     end: Launch
@@ -462,6 +466,7 @@ class BackwardOfLengths:
             sizes = self.queries.constants["QUERY_TILE"], self.queries.constants["KV_TILE"]
         begin, main, end, add_splits = kind.own_launches(lengths.schedule, lengths.splits)
         return BackwardLaunches(
+            of(kind.residual),
             of(begin),
             of(main),
             of(end),
@@ -509,8 +514,9 @@ class BackwardOfLengths:
         memory: BackwardMemory,
     ) -> triton_host.TritonBackwardCall:
         """What gives gradients of sinks and tables, after all else."""
-        assert memory.lse_log2 is not None and memory.row_dot is not None
-        results = triton_host.ForwardResults(*passed, memory.lse_log2, memory.row_dot)
+        row_lse, row_dot, lse_residual = memory[4:7]
+        assert row_lse is not None and row_dot is not None
+        results = triton_host.ForwardResults(*passed, row_lse, row_dot, lse_residual)
         spec = CallSpec.of(inputs)
         launches = triton_host.prepare(spec, inputs, variant, config, deterministic, results)
         return triton_host.TritonBackwardCall(inputs, variant, launches, results)

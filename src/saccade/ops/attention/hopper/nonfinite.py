@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from saccade.gpu.hopper.pipeline import mma_v2
 from saccade.gpu.language import gl, gluon, tl, triton
-from saccade.gpu.online_softmax import LN_2, softmax_step
+from saccade.gpu.online_softmax import LN_2, LOG2_E, softmax_step
 from saccade.gpu.paged_view import inside, slot_pointers
 from saccade.gpu.rounding import residual_of
 from saccade.gpu.tensor_view import row_pointers, store_numbers, wide
@@ -23,7 +23,6 @@ from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, TileRange, nan_safe_parts, na
 from saccade.ops.attention.hopper.softmax import (
     ROWS,
     change,
-    exponent_factor,
     hide,
     places_of,
     settle,
@@ -57,6 +56,7 @@ def attend_nan_safe(
     )
     batch, query_head, first_row, query_len, _ = at
     kv_head = query_head // HEADS_PER_KV_HEAD
+    NATURAL: gl.constexpr = rules.score is not None
     for first_channel in range(0, VALUE_DIM, CHANNELS):
         row_max = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
         row_sum = gl.full([ROWS], 0.0, gl.float32, gl.SliceLayout(1, MMA))
@@ -69,7 +69,7 @@ def attend_nan_safe(
                 HEAD_DIM, VALUE_DIM, PAGE_SIZE,
             )  # fmt: skip
         row_max, row_sum, weighted_sum = state
-        factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
+        factor, natural_lse = settle(row_max, row_sum, sinks, query_head, NATURAL)
         exact = weighted_sum * factor[:, None]
         attended = exact.to(output.ptr.dtype.element_ty)
         row, channel = places_of(attended, first_row, first_channel)
@@ -80,7 +80,8 @@ def attend_nan_safe(
             gl.store(pointers, residual_of(exact, attended), mask=exist)
         rows = first_row + gl.arange(0, ROWS, gl.SliceLayout(1, MMA))
         if largest is not None:
-            store_numbers(largest, batch, query_head, rows, query_len, row_max * LN_2)
+            natural_max = row_max if NATURAL else row_max * LN_2
+            store_numbers(largest, batch, query_head, rows, query_len, natural_max)
         store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
 
 
@@ -128,9 +129,8 @@ def fold_part(
     of_column = gl.convert_layout(nonfinite.to(gl.int32), gl.SliceLayout(0, MMA)) > 0
     scores = gl.where(of_column[None, :], float("nan"), scores)
     scores = hide(scores, rules, at, kv_start)
-    weights, rescale, row_max, row_sum = softmax_step(
-        scores, exponent_factor(rules), row_max, row_sum, True
-    )
+    factor = None if rules.score is not None else rules.scale * LOG2_E
+    weights, rescale, row_max, row_sum = softmax_step(scores, factor, row_max, row_sum, True)
     weights = gl.convert_layout(weights.to(values.dtype), LEFT)
     weighted_sum = mma_v2(weights, values, weighted_sum * rescale[:, None])
     return row_max, row_sum, weighted_sum

@@ -7,6 +7,9 @@ powers of 2 it stays: then all that was summed before stays as it is, too (as in
 For partial tiles, lazy maxima are raised before scores are weighed; for other tiles the sums tell
 afterwards whether they should have been, which saves looking for the largest score.
 
+Scores that the caller changed are natural, and so are their references; see
+`saccade.gpu.online_softmax`.
+
 Numbers of each row are held by thread: [rows, 8], of which a thread has two for each of its rows.
 """
 
@@ -21,11 +24,12 @@ from __future__ import annotations
 from saccade.gpu.hopper.pipeline import store, wait_for_stores
 from saccade.gpu.hopper.tile_scheduler import tile_from_last
 from saccade.gpu.language import gl, gluon
-from saccade.gpu.online_softmax import LN_2, LOG2_E
+from saccade.gpu.online_softmax import LN_2, LOG2_E, load_sink, power
 from saccade.gpu.rounding import residual_of
 from saccade.gpu.tensor_view import row_pointers, store_numbers, wide
 
 NOTHING = gl.constexpr(-3e38)  # the reference of a row that has seen no key
+SMALLEST = gl.constexpr(-3.4028234663852886e38)  # the same where a score may be as small as that
 SLACK = gl.constexpr(8.0)  # powers of 2 by which scores may exceed their reference: 256
 ROWS = gl.constexpr(64)  # query rows of one consumer, as many as one WGMMA takes
 
@@ -72,11 +76,12 @@ def hide(scores, rules, at, kv_start):
 
 
 @gluon.jit
-def no_lazy_max(scores):
+def no_lazy_max(scores, rules):
     """The lazy maxima of rows that have seen no key."""
     of_thread = sum_by_thread(scores)  # for its layout
     LAYOUT: gl.constexpr = of_thread.type.layout
-    return gl.full([scores.shape[0], 8], NOTHING, gl.float32, LAYOUT)
+    FIRST: gl.constexpr = NOTHING if rules.score is None else SMALLEST
+    return gl.full([scores.shape[0], 8], FIRST, gl.float32, LAYOUT)
 
 
 @gluon.jit
@@ -91,25 +96,28 @@ def raise_lazy_max(scores, rules, lazy_max, EXACT: gl.constexpr = False):
     largest = gl.max(in_parts, 1)
     LAYOUT: gl.constexpr = largest.type.layout
     nothing = gl.zeros([scores.shape[0], 8], gl.float32, LAYOUT)
-    largest = gl.max(largest, 1)[:, None] * exponent_factor(rules) + nothing
+    largest = gl.max(largest, 1)[:, None]
+    if rules.score is None:
+        largest = largest * (rules.scale * LOG2_E)
+    largest = largest + nothing
     lazy_max = gl.convert_layout(lazy_max, LAYOUT)
     if EXACT:
         raised = gl.where(largest > lazy_max, largest, lazy_max)
-    else:
+    elif rules.score is None:
         raised = gl.where(largest > lazy_max + SLACK, largest, lazy_max)
-    return raised, gl.exp2(lazy_max - raised)
+    else:
+        raised = gl.where(largest > lazy_max + SLACK * LN_2, largest, lazy_max)
+    return raised, power(lazy_max - raised, rules.score is not None)
 
 
 @gluon.jit
 def weights_of(scores, rules, lazy_max):
     """The weights of scores."""
-    return gl.exp2(scores * exponent_factor(rules) - spread(lazy_max, scores))
-
-
-@gluon.jit
-def exponent_factor(rules):
-    """What turns scores into exponents of 2; scores that the caller changed are scaled already."""
-    return LOG2_E if rules.score is not None else rules.scale * LOG2_E
+    if rules.score is None:
+        weights = gl.exp2(scores * (rules.scale * LOG2_E) - spread(lazy_max, scores))
+    else:
+        weights = power(scores - spread(lazy_max, scores), True)
+    return weights
 
 
 # PTX of `lazy_rescale`. A thread has two numbers of one row ($8, $9) and two of another ($10, $11).
@@ -232,7 +240,7 @@ def rescaled(tile, rescale):
 
 
 @gluon.jit
-def settle(row_max, row_sum, sinks, query_head):
+def settle(row_max, row_sum, sinks, query_head, NATURAL: gl.constexpr = False):
     """What the weighted sums are multiplied by at last, and the natural lse.
 
     A sink joins the sum of the weights and has no value. A row that saw nothing has the lse -inf.
@@ -240,14 +248,19 @@ def settle(row_max, row_sum, sinks, query_head):
     LAYOUT: gl.constexpr = row_max.type.layout
     shrink = gl.full([ROWS], 1.0, gl.float32, LAYOUT)
     if sinks is not None:
-        sink = gl.load(sinks + query_head).to(gl.float32) * LOG2_E
+        sink = load_sink(sinks, query_head, NATURAL)
         new_max = gl.maximum(row_max, sink)
         shift = gl.where(new_max == float("-inf"), 0.0, new_max)
-        shrink = gl.exp2(row_max - shift)
-        row_sum = row_sum * shrink + gl.exp2(sink - shift)
+        shrink = power(row_max - shift, NATURAL)
+        row_sum = row_sum * shrink + power(sink - shift, NATURAL)
         row_max = new_max
     divisor = gl.where(row_sum == 0, 1.0, row_sum)
-    return shrink / divisor, (row_max + gl.log2(divisor)) * LN_2
+    factor = shrink / divisor
+    if NATURAL:  # noqa: SIM108
+        lse = row_max + gl.log2(divisor) * LN_2
+    else:
+        lse = (row_max + gl.log2(divisor)) * LN_2
+    return factor, lse
 
 
 @gluon.jit
@@ -272,12 +285,12 @@ def places_of(tile, first_row, first_column):
 @gluon.jit
 def finish(
     state, output_desc, output, logsumexp, residual, largest, sinks, schedule, at, memory,
-    VALUE_DIM: gl.constexpr,
+    VALUE_DIM: gl.constexpr, NATURAL: gl.constexpr = False,
 ):  # fmt: skip
     """Divide by the sums of the weights; write output and lse, and what else there is to write."""
     row_max, row_sum, weighted_sum = state
     batch, query_head, first_row, query_len, _ = at
-    factor, natural_lse = settle(row_max, row_sum, sinks, query_head)
+    factor, natural_lse = settle(row_max, row_sum, sinks, query_head, NATURAL)
     exact = weighted_sum * along_rows(factor, weighted_sum)
     attended = exact.to(output_desc.dtype)
     if residual is not None:
@@ -285,7 +298,8 @@ def finish(
     rows = first_row + gl.arange(0, ROWS, row_max.type.layout)
     store_numbers(logsumexp, batch, query_head, rows, query_len, natural_lse)
     if largest is not None:
-        store_numbers(largest, batch, query_head, rows, query_len, row_max * LN_2)
+        natural_max = row_max if NATURAL else row_max * LN_2
+        store_numbers(largest, batch, query_head, rows, query_len, natural_max)
     if first_row + ROWS <= query_len:
         output_batch, output_row = schedule.origin(batch, output.data)
         position = (output_batch, query_head, output_row + first_row)

@@ -3,8 +3,11 @@
 A tile lies either way: query rows as a column and key rows as a row, or the other way round. All
 that depends on rows comes in already shaped, so nothing here knows which way it lies.
 
-    weights      = exp(scores - lse)
+    weights      = exp(scores - lse - lse_residual)
     grad_scores  = weights · (grad_weights - row_dot)
+
+The residual of the lse is what rounding took from it, which matters beside the large scores that a
+caller may make (backward_lse.py). Scores that are not changed have none.
 
 Source: FlashAttention-2 (Dao 2023), algorithm 2, lines 11 to 14.
 """
@@ -26,21 +29,37 @@ class SavedForward(NamedTuple):
     key: Any
     value: Any
     grad_output: Any
-    lse_log2: Any
+    row_lse: Any
     row_dot: Any
+    lse_residual: Any  # None unless the caller changes scores
 
 
 @triton.jit
 def load_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.constexpr):
-    """lse_log2 and row_dot of each row. Unless WHOLE, rows past the end get 0, which copies into
+    """row_lse and row_dot of each row. Unless WHOLE, rows past the end get 0, which copies into
     shared memory can fill in; with queries and gradients of 0 nothing comes of them."""
     if WHOLE:
-        lse_log2 = tl.load(row_pointers(forward.lse_log2, batch, head, query_rows, 0))
+        row_lse = tl.load(row_pointers(forward.row_lse, batch, head, query_rows, 0))
         row_dot = tl.load(row_pointers(forward.row_dot, batch, head, query_rows, 0))
     else:
-        lse_log2 = load_numbers(forward.lse_log2, batch, head, query_rows, query_len, 0.0)
+        row_lse = load_numbers(forward.row_lse, batch, head, query_rows, query_len, 0.0)
         row_dot = load_numbers(forward.row_dot, batch, head, query_rows, query_len, 0.0)
-    return lse_log2, row_dot
+    return row_lse, row_dot
+
+
+@triton.jit
+def load_residual(forward, batch, head, query_rows, query_len, row_lse, WHOLE: tl.constexpr):
+    """The residual of the lse of each row; where there is none, row_lse, which nothing reads then:
+    a function cannot give None."""
+    lse_residual = row_lse
+    if forward.lse_residual is not None:
+        if WHOLE:
+            lse_residual = tl.load(row_pointers(forward.lse_residual, batch, head, query_rows, 0))
+        else:
+            lse_residual = load_numbers(
+                forward.lse_residual, batch, head, query_rows, query_len, 0.0
+            )
+    return lse_residual
 
 
 @triton.jit
@@ -54,7 +73,7 @@ def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.
     pointers = tl.where(
         second,
         row_pointers(forward.row_dot, batch, head, rows, 0),
-        row_pointers(forward.lse_log2, batch, head, rows, 0),
+        row_pointers(forward.row_lse, batch, head, rows, 0),
     )
     if WHOLE:  # noqa: SIM108
         both = tl.load(pointers)
@@ -64,7 +83,7 @@ def load_both_statistics(forward, batch, head, query_rows, query_len, WHOLE: tl.
 
 
 @triton.jit
-def weigh(scores, lse_log2, nonfinite, inside, rules, at):
+def weigh(scores, row_lse, lse_residual, nonfinite, inside, rules, at):
     """The weights of a tile, the derivative of its scores, and which pairs are visible.
 
     Where nothing changes scores the derivative is a plain 1, and where nothing is hidden visible
@@ -77,7 +96,7 @@ def weigh(scores, lse_log2, nonfinite, inside, rules, at):
     batch, head, query_rows, kv_rows, shift = at
     derivative, visible = 1.0, True
     if rules.score is None:
-        weights = tl.exp2(scores * (rules.scale * LOG2_E) - lse_log2)
+        weights = tl.exp2(scores * (rules.scale * LOG2_E) - row_lse)
     else:
         scaled = scores * rules.scale
         changed = rules.score.change(
@@ -86,7 +105,7 @@ def weigh(scores, lse_log2, nonfinite, inside, rules, at):
         derivative = rules.score.derivative(
             scaled, batch, head, query_rows, kv_rows, shift, rules.score.data
         )
-        weights = tl.exp2(changed * LOG2_E - lse_log2)
+        weights = tl.exp2((changed - row_lse) * LOG2_E - lse_residual)
     if nonfinite is not None:
         weights = tl.where(nonfinite, float("nan"), weights)
     if inside is not None:
@@ -117,20 +136,22 @@ def drop(dropout, batch, head, query_rows, kv_start, KV_TILE: tl.constexpr):
 # Two numbers of each query row that every kernel of the backward pass reads.
 #
 # row_dot is Σ grad_output · output, of the output before it was rounded where its residual was kept
-# (`runtime/rounding.py`); the gradient of the lse enters there and nowhere else. lse_log2
-# is the lse in base 2, made here once and not again for every tile. Source: FlashAttention-2 (Dao
-# 2023), algorithm 2, line 4 (D there).
+# (`runtime/rounding.py`); the gradient of the lse enters there and nowhere else. row_lse is the
+# lse as weights are computed from it: in base 2, made here once and not again for every tile, or
+# natural beside scores that the caller changed. Source: FlashAttention-2 (Dao 2023), algorithm 2,
+# line 4 (D there).
 
 
 @triton.jit
 def attention_row_statistics(
-    output, residual, grad_output, logsumexp, grad_lse, lse_log2, row_dot,  # Views
+    output, residual, grad_output, logsumexp, grad_lse, row_lse, row_dot,  # Views
     VALUE_DIM: tl.constexpr, VALUE_WIDTH: tl.constexpr, QUERY_TILE: tl.constexpr,
-    CHAINED: tl.constexpr,
+    NATURAL: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """One program: QUERY_TILE rows of one head. CHAINED: the next kernel may start early.
+    """One program: QUERY_TILE rows of one head. NATURAL: so is row_lse. CHAINED: the next kernel
+    may start early.
 
-    residual and grad_lse may be None. A row that saw nothing gets row_dot 0 and lse_log2 +inf,
+    residual and grad_lse may be None. A row that saw nothing gets row_dot 0 and row_lse +inf,
     which makes all its weights 0.
     """
     if CHAINED:
@@ -142,8 +163,8 @@ def attention_row_statistics(
         output, residual, grad_output, logsumexp, grad_lse, batch, head, rows, query_len,
         VALUE_DIM, VALUE_WIDTH,
     )  # fmt: skip
-    base_2 = in_base_2(lse, saw_nothing)
-    store_numbers(lse_log2, batch, head, rows, query_len, base_2)
+    of_weights = lse_of_weights(lse, saw_nothing, NATURAL)
+    store_numbers(row_lse, batch, head, rows, query_len, of_weights)
     store_numbers(row_dot, batch, head, rows, query_len, dot)
 
 
@@ -189,6 +210,8 @@ def statistics_from(results, RESIDUAL: tl.constexpr):
 
 
 @triton.jit
-def in_base_2(lse, saw_nothing):
-    """lse_log2, as kernels that compute weights again want it."""
-    return tl.where(saw_nothing, float("inf"), lse * LOG2_E)
+def lse_of_weights(lse, saw_nothing, NATURAL: tl.constexpr):
+    """row_lse, as kernels that compute weights again want it."""
+    if not NATURAL:
+        lse = lse * LOG2_E
+    return tl.where(saw_nothing, float("inf"), lse)

@@ -12,7 +12,13 @@ from __future__ import annotations
 from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import load_rows, num_rows, wide
 from saccade.gpu.tile_ranges import classify_tiles
-from saccade.ops.attention.triton.backward_common import differentiate, drop, load_statistics, weigh
+from saccade.ops.attention.triton.backward_common import (
+    differentiate,
+    drop,
+    load_residual,
+    load_statistics,
+    weigh,
+)
 
 
 @triton.jit(do_not_specialize=["rules", "grad_table", "sizes", "extents"])
@@ -99,12 +105,15 @@ def add_pairs(
         value_tile = load_rows(  # [KV_TILE, VALUE_WIDTH]
             forward.value, batch, kv_head, kv_rows, kv_len, VALUE_DIM, VALUE_WIDTH, False
         )
-        lse_log2, row_dot = load_statistics(forward, batch, head, query_rows, query_len, False)
+        row_lse, row_dot = load_statistics(forward, batch, head, query_rows, query_len, False)
+        lse_residual = load_residual(forward, batch, head, query_rows, query_len, row_lse, False)
         # Pairs, here and below: [QUERY_TILE, KV_TILE].
         scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
         pairs = (batch, head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
         inside = (kv_rows < kv_len)[None, :] & (query_rows < query_len)[:, None]
-        weights, derivative, visible = weigh(scores, lse_log2[:, None], None, inside, rules, pairs)
+        weights, derivative, visible = weigh(
+            scores, row_lse[:, None], lse_residual[:, None], None, inside, rules, pairs
+        )
         grad_weights = tl.dot(grad_tile, tl.trans(value_tile), input_precision=PRECISION)
         if rules.dropout is not None:
             grad_weights *= drop(rules.dropout, batch, head, query_rows, kv_start, KV_TILE)

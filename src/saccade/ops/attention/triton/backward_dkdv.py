@@ -27,6 +27,7 @@ from saccade.ops.attention.triton.backward_common import (
     differentiate,
     drop,
     load_both_statistics,
+    load_residual,
     load_statistics,
     weigh,
 )
@@ -203,11 +204,11 @@ def add_tile(
         value_tile.shape[1], not PARTIAL, True,
     )  # fmt: skip
     if is_hopper() and QUERY_TILE >= 64 and key_tile.shape[0] <= QUERY_TILE:
-        lse_log2, row_dot = load_both_statistics(
+        row_lse, row_dot = load_both_statistics(
             forward, batch, query_head, query_rows, query_len, not PARTIAL
         )
     else:
-        lse_log2, row_dot = load_statistics(
+        row_lse, row_dot = load_statistics(
             forward, batch, query_head, query_rows, query_len, not PARTIAL
         )
     nonfinite, inside = None, None
@@ -226,7 +227,12 @@ def add_tile(
     # Pairs, here and below: [KV_TILE, QUERY_TILE].
     scores = tl.dot(key_tile, tl.trans(query_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[None, :], kv_rows[:, None], kv_len - query_len)
-    weights, derivative, visible = weigh(scores, lse_log2[None, :], nonfinite, inside, rules, pairs)
+    lse_residual = load_residual(
+        forward, batch, query_head, query_rows, query_len, row_lse, not PARTIAL
+    )
+    weights, derivative, visible = weigh(
+        scores, row_lse[None, :], lse_residual[None, :], nonfinite, inside, rules, pairs
+    )
     grad_weights = tl.dot(value_tile, tl.trans(grad_tile), input_precision=PRECISION)
     kept_weights = weights
     if rules.dropout is not None:

@@ -21,9 +21,10 @@ from saccade.gpu.tile_ranges import NAN_SAFE_ROWS, if_present, nan_safe_parts, n
 from saccade.ops.attention.triton.backward_common import (
     differentiate,
     drop,
-    in_base_2,
+    load_residual,
     load_results,
     load_statistics,
+    lse_of_weights,
     statistics_from,
     weigh,
 )
@@ -75,15 +76,14 @@ def attention_backward_queries(
             gdc_wait()
         gdc_launch_dependents()
     if output is None:
-        lse_log2, row_dot = load_statistics(
-            forward, batch, query_head, query_rows, query_len, False
-        )
+        row_lse, row_dot = load_statistics(forward, batch, query_head, query_rows, query_len, False)
     else:
         lse, row_dot, saw_nothing = statistics_from(results, residual is not None)
-        lse_log2 = in_base_2(lse, saw_nothing)
-        store_numbers(forward.lse_log2, batch, query_head, query_rows, query_len, lse_log2)
+        row_lse = lse_of_weights(lse, saw_nothing, rules.score is not None)
+        store_numbers(forward.row_lse, batch, query_head, query_rows, query_len, row_lse)
         store_numbers(forward.row_dot, batch, query_head, query_rows, query_len, row_dot)
-    rows = (query_tile, grad_tile, lse_log2, row_dot)
+    lse_residual = load_residual(forward, batch, query_head, query_rows, query_len, row_lse, False)
+    rows = (query_tile, grad_tile, row_lse, lse_residual, row_dot)
     of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
     tile = rules.mask.tile(rules.mask, tile_range, 0, True)
     for index in range(0, tile_range.num_full):
@@ -111,7 +111,7 @@ def attention_backward_queries(
                 forward.grad_output, batch, query_head, query_rows, query_len, VALUE_DIM,
                 VALUE_WIDTH, False,
             )  # fmt: skip
-            rows = (query_tile, grad_tile, lse_log2, row_dot)
+            rows = (query_tile, grad_tile, row_lse, lse_residual, row_dot)
             of_query = tl.zeros([QUERY_TILE, HEAD_WIDTH], tl.float32)
             for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
                 kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
@@ -131,7 +131,7 @@ def add_tile(
 ):  # fmt: skip
     """Add what one tile of keys gives to the gradients of a tile of queries: [queries, keys]."""
     batch, query_head, kv_head, query_start, query_len, kv_len = at
-    query_tile, grad_tile, lse_log2, row_dot = rows
+    query_tile, grad_tile, row_lse, lse_residual, row_dot = rows
     query_rows = query_start + tl.arange(0, query_tile.shape[0])
     kv_rows = kv_start + tl.arange(0, KV_TILE)
     key_tile = load_tile(  # [KV_TILE, HEAD_WIDTH]
@@ -157,7 +157,9 @@ def add_tile(
     # Pairs, here and below: [QUERY_TILE, KV_TILE].
     scores = tl.dot(query_tile, tl.trans(key_tile), input_precision=PRECISION)
     pairs = (batch, query_head, query_rows[:, None], kv_rows[None, :], kv_len - query_len)
-    weights, derivative, visible = weigh(scores, lse_log2[:, None], nonfinite, inside, rules, pairs)
+    weights, derivative, visible = weigh(
+        scores, row_lse[:, None], lse_residual[:, None], nonfinite, inside, rules, pairs
+    )
     grad_weights = tl.dot(grad_tile, tl.trans(value_tile), input_precision=PRECISION)
     if rules.dropout is not None:
         grad_weights *= drop(rules.dropout, batch, query_head, query_rows, kv_start, KV_TILE)

@@ -74,7 +74,8 @@ def attention_forward(
     tile_range = if_present(tile_range, query_start < query_len)
 
     early_sinks = sinks if largest is None else None
-    row_max, row_sum = start_softmax(early_sinks, query_head, QUERY_TILE)  # [QUERY_TILE] each
+    NATURAL: tl.constexpr = rules.score is not None
+    row_max, row_sum = start_softmax(early_sinks, query_head, QUERY_TILE, NATURAL)  # [QUERY_TILE]
     weighted_sum = tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32)
     state = (row_max, row_sum, weighted_sum)
     if not ONE_LOOP and (rules.mask.visible is not None or tile_range.num_full > 0):
@@ -115,7 +116,7 @@ def attention_forward(
         query_tiles = load_parts(
             query, batch, query_head, query_rows, query_len, HEAD_DIM, HEAD_WIDTH
         )
-        row_max, row_sum = start_softmax(early_sinks, query_head, QUERY_TILE)
+        row_max, row_sum = start_softmax(early_sinks, query_head, QUERY_TILE, NATURAL)
         state = (row_max, row_sum, tl.zeros([QUERY_TILE, VALUE_WIDTH], tl.float32))
         for index in tl.range(0, nan_safe_parts(tile_range, KV_TILE), num_stages=1):
             kv_start = nan_safe_start(rules.mask, tile_range, index, KV_TILE)
@@ -127,11 +128,12 @@ def attention_forward(
 
     row_max, row_sum, weighted_sum = state
     if largest is not None:
-        store_numbers(largest, batch, query_head, query_rows, query_len, row_max * LN_2)
+        natural_max = row_max if NATURAL else row_max * LN_2
+        store_numbers(largest, batch, query_head, query_rows, query_len, natural_max)
         if sinks is not None:
-            rescale, row_max, row_sum = join_sink(sinks, query_head, row_max, row_sum)
+            rescale, row_max, row_sum = join_sink(sinks, query_head, row_max, row_sum, NATURAL)
             weighted_sum = weighted_sum * rescale[:, None]
-    divisor, natural_lse = finish_softmax(row_max, row_sum)
+    divisor, natural_lse = finish_softmax(row_max, row_sum, NATURAL)
     if rules.dropout is not None:
         divisor = divisor / rules.dropout.data.dropout_scale
     attended = weighted_sum * (1.0 / divisor)[:, None]  # one division a row
@@ -205,7 +207,7 @@ def fold_tile(
                 )  # fmt: skip
             scores = tl.where(visible, scores, float("-inf"))
 
-    factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
+    factor = None if rules.score is not None else rules.scale * LOG2_E
     weights, rescale, row_max, row_sum = softmax_step(
         scores, factor, row_max, row_sum, PARTIAL or rules.score is not None, rules.dropout is None
     )

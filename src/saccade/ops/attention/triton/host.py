@@ -6,6 +6,7 @@ and starts the kernels. Those of a backward pass, in their order:
 
     row statistics → keys (with queries, atomically) → NaN-safe keys        the fast form
     row statistics → queries → keys → NaN-safe keys                         equal bits each time
+    residuals of the lse → …                                     where the caller changes scores
     … → one pass for each bias that wants a gradient
 
 NaN-safe keys repeat, under a mask, what met NaN or inf; under a mask, in the second form, the
@@ -22,8 +23,10 @@ import torch
 from torch import Tensor
 
 from saccade.gpu.kernel_args import (
+    Geometry,
     ReadFunctions,
     brings_three,
+    changes_scores,
     rules,
     score_functions,
     signature,
@@ -44,6 +47,7 @@ from saccade.ops.attention.triton.backward_dbias import (
 )
 from saccade.ops.attention.triton.backward_dkdv import VERDICTS_AT_ONCE, attention_backward_keys
 from saccade.ops.attention.triton.backward_dq import attention_backward_queries
+from saccade.ops.attention.triton.backward_lse import attention_lse_residual
 from saccade.ops.attention.triton.call_spec import (
     CallSpec,
     contiguous,
@@ -175,13 +179,14 @@ class Launches(NamedTuple):
     """The kernels of the backward pass of calls like one another."""
 
     spec: CallSpec
+    lse_residual: Launch | None  # None unless the caller changes scores
     statistics: Launch | None  # None where the queries' kernel makes them
     keys: Launch  # in the fast form: queries too
     nan_safe: Launch  # the same, for programs whose first attempt met NaN or inf
     queries: Launch | None  # None in the fast form
     over_queries: Planner  # for keys and NaN-safe
     over_keys: Planner  # for queries
-    programs: tuple[int, int, int, int]  # of statistics, keys, NaN-safe, queries
+    programs: Programs
     alone: bool  # whether calls have no tensors but query, key and value, and need no plan
     tables: dict[int, Launch]  # by position among the score's captured tensors
     numbers: tuple[int, ...]  # programs of keys, then as `CallSpec.sourced` takes them
@@ -189,16 +194,28 @@ class Launches(NamedTuple):
     done: RecordedPass  # the whole pass, but for tables and sinks
 
 
+class Programs(NamedTuple):
+    """How many programs each kernel has."""
+
+    lse_residual: int
+    statistics: int
+    keys: int
+    nan_safe: int
+    queries: int
+
+
 class ForwardResults(NamedTuple):
-    """What the forward pass gave, and the gradients of it."""
+    """What the forward pass gave, the gradients of it, and numbers of each row
+    (`SavedForward`)."""
 
     output: Tensor
     residual: Tensor | None
     lse: Tensor
     grad_output: Tensor
     grad_lse: Tensor | None
-    lse_log2: Tensor
+    row_lse: Tensor
     row_dot: Tensor
+    lse_residual: Tensor | None
 
 
 _specs: dict[Any, CallSpec] = {}
@@ -234,7 +251,8 @@ def backward(
     new = launches is None
     if launches is None:
         spec = remembered(_specs, like, lambda: CallSpec.of(inputs)).at(inputs)
-        results = ForwardResults(output, residual, lse, grad_output, grad_lse, lse, lse)  # so laid
+        numbers = lse, lse, lse if changes_scores(variant) else None  # so laid
+        results = ForwardResults(output, residual, lse, grad_output, grad_lse, *numbers)
         prepared = functools.partial(prepare, spec, inputs, variant, config, deterministic, results)
         launches = remembered(_launches, key, prepared)
 
@@ -277,7 +295,8 @@ def compile_backward(
     def call() -> TritonBackwardCall:
         saved = results_to_come(inputs, variant)
         output, lse, residual, _ = saved
-        results = ForwardResults(output, residual, lse, output, None, lse, lse)
+        numbers = lse, lse, lse if changes_scores(variant) else None
+        results = ForwardResults(output, residual, lse, output, None, *numbers)
         spec = CallSpec.of(inputs)
         launches = prepare(spec, inputs, variant, config, deterministic, results)
         return TritonBackwardCall.of(inputs, variant, launches, saved, output, None)
@@ -316,8 +335,9 @@ def prepare(
         for c in (False, True)
     )
     statistics, queries, which = None, None, "backward_queries"
+    lse_residual = residual_launch(spec, call) if changes_scores(variant) else None
     if not (ordered and variant.mask):  # without a mask queries have no registers for them
-        statistics = statistics_launch(spec, chained)
+        statistics = statistics_launch(spec, chained, lse_residual is not None)
     if ordered:
         early = early if statistics else {}
         queries = spec.launch(attention_backward_queries, which, call, requested, early, **chained)
@@ -325,25 +345,19 @@ def prepare(
         (launch.constants["QUERY_TILE"], launch.constants["KV_TILE"])
         for launch in (keys, queries or keys)
     ]
-    of_queries, of_keys = spec.geometry
-    of_tiles = of_keys.programs(sizes[0][1])
-    gradients = gradients_to_come(inputs)
-    numbers = (of_tiles, of_queries.batch, *numbers_of((*inputs[:3], *there_are(results))))
+    programs = programs_of(spec.geometry, lse_residual, sizes)
+    gradients, batch = gradients_to_come(inputs), spec.geometry.queries.batch
+    numbers = (programs.keys, batch, *numbers_of((*inputs[:3], *there_are(results))))
     numbers = (*numbers, *numbers_of(gradients))
     if not ordered:  # what gradients of queries are added up in
         numbers = *numbers, *inputs.query.shape, *contiguous(inputs.query.shape)
     present = results.grad_lse is not None, results.residual is not None, ordered
-    programs = (
-        of_queries.programs(STATISTICS_TILE),
-        of_tiles,
-        -(-of_tiles // VERDICTS_AT_ONCE.value),
-        of_queries.programs(sizes[1][0]),
-    )
-    started = statistics, queries, keys, nan_safe if variant.mask else None
+    started = lse_residual, statistics, queries, keys, nan_safe if variant.mask else None
     lengths = lengths_of_pass(started, programs, numbers, results.lse, gradients)
     over_queries = Planner(inputs, variant, spec.geometry, sizes[0], over_keys=False)
     return Launches(
         spec,
+        lse_residual and lse_residual.of(numbers, present),
         statistics and statistics.of(numbers, present),
         keys.of(numbers, present),
         nan_safe.of(numbers, present),
@@ -359,15 +373,40 @@ def prepare(
     )
 
 
-def statistics_launch(spec: CallSpec, chained: Mapping[str, bool]) -> Launch:
-    """The kernel for row statistics."""
+def programs_of(
+    geometry: Geometry, lse_residual: Launch | None, sizes: Sequence[tuple[int, int]]
+) -> Programs:
+    """How many programs each kernel has; sizes: tiles of that for keys, and of that for queries."""
+    queries, of_keys = geometry.queries, geometry.keys.programs(sizes[0][1])
+    return Programs(
+        queries.programs(lse_residual.constants["QUERY_TILE"]) if lse_residual else 0,
+        queries.programs(STATISTICS_TILE),
+        of_keys,
+        -(-of_keys // VERDICTS_AT_ONCE.value),
+        queries.programs(sizes[1][0]),
+    )
+
+
+def statistics_launch(spec: CallSpec, chained: Mapping[str, bool], natural: bool) -> Launch:
+    """The kernel for row statistics. natural: so is their lse."""
     sizes = {name: spec.constants[name] for name in ("VALUE_DIM", "VALUE_WIDTH")}
-    sizes |= {"QUERY_TILE": STATISTICS_TILE, **chained}
+    sizes |= {"QUERY_TILE": STATISTICS_TILE, "NATURAL": natural, **chained}
     return spec.family(attention_row_statistics, sizes, {"num_warps": 4, "num_stages": 1})
 
 
-Started = tuple[Launch | None, Launch | None, Launch, Launch | None]
-"""Kernels in their order: for statistics, queries, keys, and the NaN-safe ones."""
+def residual_launch(spec: CallSpec, call: tuple[Inputs, Variant]) -> Launch:
+    """The kernel for residuals of the lse, which seldom looks at more than the lse: any tiles will
+    do, if they fit."""
+    config = configs.choose(spec.problem("backward_bias", call), None, configs.tuned())
+    names = "HEADS_PER_KV_HEAD", "HEAD_DIM", "HEAD_WIDTH", "PRECISION"
+    sizes = {name: spec.constants[name] for name in names}
+    sizes |= {"QUERY_TILE": config.query_tile, "KV_TILE": config.kv_tile}
+    options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
+    return spec.family(attention_lse_residual, sizes, options)
+
+
+Started = tuple[Launch | None, Launch | None, Launch | None, Launch, Launch | None]
+"""Kernels in their order: for residuals, statistics, queries, keys, and the NaN-safe ones."""
 
 
 def family_of(spec: CallSpec, started: Started, present: tuple[bool, ...]) -> PassFamily:
@@ -377,19 +416,18 @@ def family_of(spec: CallSpec, started: Started, present: tuple[bool, ...]) -> Pa
 
 
 def lengths_of_pass(
-    started: Started, programs: tuple[int, int, int, int], numbers: tuple[int, ...],
+    started: Started, programs: Programs, numbers: tuple[int, ...],
     lse: Tensor, gradients: Sequence[Tensor],
 ) -> Lengths | None:  # fmt: skip
-    """All that lengths decide of a pass in the ordered form; of another one it is not said.
-
-    programs: as Launches has them.
-    """
-    if started[1] is None or not lse.is_contiguous():
+    """All that lengths decide of a pass in the ordered form; of another one it is not said."""
+    lse_residual, _, queries, _, nan_safe = started
+    if queries is None or not lse.is_contiguous():
         return None
-    of_statistics, of_keys, of_nan_safe, of_queries = programs
-    in_order = of_statistics, of_queries, of_keys, of_nan_safe
-    memory = [layout_of(lse)] * 2 + [layout_of(gradient) for gradient in gradients]
-    if started[3] is not None:
+    of_residual, of_statistics, of_keys, of_nan_safe, of_queries = programs
+    in_order = of_residual, of_statistics, of_queries, of_keys, of_nan_safe
+    memory = [layout_of(lse)] * (2 if lse_residual is None else 3)
+    memory += [layout_of(gradient) for gradient in gradients]
+    if nan_safe is not None:
         memory.append(MemoryLayout((of_keys,), (1,), torch.int32))  # verdicts
     pairs = zip(started, in_order, strict=True)
     return Lengths(numbers, tuple([count for launch, count in pairs if launch]), memory)
@@ -421,7 +459,8 @@ class TritonBackwardCall(NamedTuple):
         """A pass with memory for all that it writes, where its results lie."""
         output, lse, residual, _ = saved
         statistics = torch.empty_like(lse), torch.empty_like(lse)
-        results = ForwardResults(output, residual, lse, grad_output, grad_lse, *statistics)
+        of_lse = None if launches.lse_residual is None else torch.empty_like(lse)
+        results = ForwardResults(output, residual, lse, grad_output, grad_lse, *statistics, of_lse)
         written = [memory() for memory in launches.gradients]
         if launches.queries is None:
             written.append(torch.zeros(inputs.query.shape, dtype=torch.float32, device=lse.device))
@@ -437,10 +476,13 @@ class TritonBackwardCall(NamedTuple):
         """Start every kernel of the pass; gradients of wanted tables."""
         launches, spec = self.launches, self.launches.spec
         of_query, of_key, of_value = self.written[:3]
-        known = self.known()
+        known, programs = self.known(), launches.programs
+        if launches.lse_residual is not None:
+            arguments = self._residual_arguments
+            launches.lse_residual(programs.lse_residual, spec.device, known, arguments)
         if launches.statistics is not None:
             arguments = self._statistics_arguments
-            launches.statistics(launches.programs[0], spec.device, known, arguments)
+            launches.statistics(programs.statistics, spec.device, known, arguments)
         if launches.queries is None:
             self._shared(known, *self.written)
         else:
@@ -454,6 +496,17 @@ class TritonBackwardCall(NamedTuple):
             return *self.inputs[:3], *there_are(self.results)
         return *tensors_of(self.inputs, self.variant), *there_are(self.results)
 
+    def _residual_arguments(self) -> tuple[Any, ...]:
+        spec, inputs, results = self._spec(), self.inputs, self.results
+        assert results.lse_residual is not None
+        return (
+            *spec.inputs(inputs)[:2],
+            spec.numbers(results.lse, inputs),
+            spec.numbers(results.lse_residual, inputs),
+            rules(inputs, self.variant),
+            inputs.sinks,
+        )
+
     def _statistics_arguments(self) -> tuple[Any, ...]:
         spec, inputs, results = self._spec(), self.inputs, self.results
         return (
@@ -462,7 +515,7 @@ class TritonBackwardCall(NamedTuple):
             spec.rows(results.grad_output, inputs),
             spec.numbers(results.lse, inputs),
             None if results.grad_lse is None else spec.numbers(results.grad_lse, inputs),
-            spec.numbers(results.lse_log2, inputs),
+            spec.numbers(results.row_lse, inputs),
             spec.numbers(results.row_dot, inputs),
         )
 
@@ -478,7 +531,7 @@ class TritonBackwardCall(NamedTuple):
         self, known: Sequence[Tensor], of_key: Tensor, of_value: Tensor, total: Tensor | None
     ) -> None:
         launches, spec = self.launches, self.launches.spec
-        plan, programs = launches.over_queries(self.inputs, self.variant), launches.programs[1]
+        plan, programs = launches.over_queries(self.inputs, self.variant), launches.programs.keys
         verdicts = None
         if self.variant.mask:
             verdicts = torch.empty(programs, dtype=torch.int32, device=of_key.device)
@@ -499,7 +552,7 @@ class TritonBackwardCall(NamedTuple):
         tensors = (*known, *there_are((of_key, of_value, total, verdicts)), *plan.tensors)
         launches.keys(programs, spec.device, tensors, arguments)
         if self.variant.mask:
-            launches.nan_safe(launches.programs[2], spec.device, tensors, arguments)
+            launches.nan_safe(launches.programs.nan_safe, spec.device, tensors, arguments)
 
     def _queries(self, launch: Launch, known: Sequence[Tensor], of_query: Tensor) -> None:
         plan = self.launches.over_keys(self.inputs, self.variant)
@@ -520,7 +573,7 @@ class TritonBackwardCall(NamedTuple):
             )  # fmt: skip
 
         tensors = (*known, of_query, *plan.tensors)
-        launch(self.launches.programs[3], self.launches.spec.device, tensors, arguments)
+        launch(self.launches.programs.queries, self.launches.spec.device, tensors, arguments)
 
     def sinks(self) -> Tensor | None:
         """A sink's weight times minus row_dot, over all rows that it joins. Needs row_dot."""
@@ -529,7 +582,11 @@ class TritonBackwardCall(NamedTuple):
             return None
         packed, lse, row_dot = self.launches.spec.packed, self.results.lse, self.results.row_dot
         of_head = sinks.float().view(-1, 1) if packed else sinks.float().view(1, -1, 1)
-        rows = (-(of_head - lse).exp() * row_dot).masked_fill(lse == -torch.inf, 0)
+        of_lse = self.results.lse_residual
+        weights = (of_head - lse).exp()
+        if of_lse is not None:
+            weights = weights * torch.exp2(-of_lse)
+        rows = (-weights * row_dot).masked_fill(lse == -torch.inf, 0)
         return rows.sum(1 if packed else (0, 2)).to(sinks.dtype)
 
     def table(self, position: int, known: Sequence[Tensor], config: KernelConfig) -> Tensor:
@@ -600,12 +657,13 @@ class TritonBackwardCall(NamedTuple):
         return self.launches.spec.sourced(sourced(self.launches.numbers)[1:], tensors)
 
     def _forward(self, spec: CallSpec) -> SavedForward:
-        inputs, results = self.inputs, self.results
+        inputs, results, of_lse = self.inputs, self.results, self.results.lse_residual
         return SavedForward(
             *spec.inputs(inputs),
             spec.rows(results.grad_output, inputs),
-            spec.numbers(results.lse_log2, inputs),
+            spec.numbers(results.row_lse, inputs),
             spec.numbers(results.row_dot, inputs),
+            None if of_lse is None else spec.numbers(of_lse, inputs),
         )
 
     def _residual(self, spec: CallSpec) -> Any:

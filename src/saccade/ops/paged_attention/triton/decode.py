@@ -17,7 +17,13 @@ from typing import Any, NamedTuple
 
 from saccade.gpu.fp8_numbers import as_half
 from saccade.gpu.language import gdc_launch_dependents, gdc_wait, tl, triton
-from saccade.gpu.online_softmax import LOG2_E, finish_softmax, softmax_step, start_softmax
+from saccade.gpu.online_softmax import (
+    LOG2_E,
+    finish_softmax,
+    power,
+    softmax_step,
+    start_softmax,
+)
 from saccade.gpu.paged_view import (
     as_halves,
     as_numbers,
@@ -130,7 +136,7 @@ class Partials(NamedTuple):
     """Memory for partial results, by place and row of a tile."""
 
     sums: Any  # float32 [places, QUERY_TILE, VALUE_WIDTH]: weighted sums
-    softmax: int  # where, behind them, [places, QUERY_TILE, 2] row_max (base 2) and row_sum stand
+    softmax: int  # where, behind them, [places, QUERY_TILE, 2] row_max and row_sum stand
     notes: Any  # int32 [programs, NOTE_SIZE]
 
 
@@ -195,7 +201,7 @@ def attention_pages(
         query_tiles = load_parts(  # [QUERY_TILE, HEAD_WIDTH]
             query, batch, at[2][:, None], at[3], at[4], HEAD_DIM, HEAD_WIDTH
         )
-        row_max, row_sum = start_softmax(sinks, at[2], META.QUERY_TILE)
+        row_max, row_sum = start_softmax(sinks, at[2], META.QUERY_TILE, rules.score is not None)
         if sinks is not None:  # which belong to the first split
             row_max = tl.where(offset == 0, row_max, float("-inf"))
             row_sum = tl.where(offset == 0, row_sum, 0.0)
@@ -242,7 +248,7 @@ def attention_pages(
         row_max, row_sum, sums = state
         weighted_sum = finish_sums(sums, META.PRODUCTS)
         if (offset == 0) & (end == steps):
-            divisor, natural_lse = finish_softmax(row_max, row_sum)
+            divisor, natural_lse = finish_softmax(row_max, row_sum, rules.score is not None)
             attended = weighted_sum / divisor[:, None]
             store_rows(output, batch, at[2][:, None], at[3], at[4], attended, VALUE_DIM)
             store_numbers(logsumexp, batch, at[2], at[3], at[4], natural_lse)
@@ -408,7 +414,7 @@ def fold_pages(
             )  # fmt: skip
         scores = tl.where(visible, scores, float("-inf"))
 
-    factor = LOG2_E if rules.score is not None else rules.scale * LOG2_E
+    factor = None if rules.score is not None else rules.scale * LOG2_E
     weights, rescale, row_max, row_sum = softmax_step(
         scores, factor, row_max, row_sum, PARTIAL or rules.score is not None
     )
@@ -459,6 +465,7 @@ class CombineMeta(NamedTuple):
     SPLITS: int
     WORK_TILES: int
     CHAINED: bool
+    NATURAL: bool
 
 
 @triton.jit
@@ -472,7 +479,7 @@ def merge_partials(
     Grid: ROW_PARTS programs a work tile, of which each group has WORK_TILES; or, if that is 0, as
     many for each program's note. PARTIALS results are added together, in their order.
     CHAINED: it starts while the attention kernel still runs, and waits for its results here, after
-    all that can be known before.
+    all that can be known before. NATURAL: so is row_max (gpu/online_softmax.py).
     """
     TOKENS: tl.constexpr = QUERY_TILE // HEADS_IN_TILE
     number = tl.program_id(0) // META.ROW_PARTS
@@ -527,11 +534,12 @@ def merge_partials(
             )  # fmt: skip
             new_max = tl.maximum(row_max, tl.max(maxima, 0))
             shift = tl.where(new_max == float("-inf"), 0.0, new_max)
-            rescale, rescales = tl.exp2(row_max - shift), tl.exp2(maxima - shift)
+            rescale = power(row_max - shift, META.NATURAL)
+            rescales = power(maxima - shift, META.NATURAL)
             row_sum = row_sum * rescale + tl.sum(rescales * sums, 0)
             weighted_sum = weighted_sum * rescale + tl.sum(rescales[:, None] * weighted, 0)
             row_max = new_max
-        divisor, natural_lse = finish_softmax(row_max, row_sum)
+        divisor, natural_lse = finish_softmax(row_max, row_sum, META.NATURAL)
         attended = (weighted_sum / divisor)[None, :]
         heads = query_heads[:, None]
         store_rows(output, batch, heads, query_rows, query_len, attended, VALUE_DIM)

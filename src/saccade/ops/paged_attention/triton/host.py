@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from saccade.gpu import paged_view
-from saccade.gpu.kernel_args import Rules, mask_argument, mask_functions, score_argument
+from saccade.gpu.kernel_args import (
+    Rules,
+    changes_scores,
+    mask_argument,
+    mask_functions,
+    score_argument,
+)
 from saccade.gpu.language import tl
 from saccade.gpu.launcher import Launch
 from saccade.gpu.recording import RecordedPass, tensors_in
@@ -50,7 +56,8 @@ from saccade.runtime.spec import KernelConfig, PagedInputs, Variant, empty_rows
 class PassLaunches:
     """The kernels of one pass over the sequences of few query rows, or of many."""
 
-    def __init__(self, spec: PagedCallSpec, of: Pass, device: torch.device):
+    def __init__(self, spec: PagedCallSpec, of: Pass, device: torch.device, changed: bool):
+        """changed: whether the caller changes scores."""
         self.spec, self.of = spec, of
         config = of.config
         options = {"num_warps": config.num_warps, "num_stages": of.stages}
@@ -73,6 +80,7 @@ class PassLaunches:
         merge |= {"HEADS_IN_TILE": of.heads_in_tile, "ROWS": of.merged_rows}
         merge |= {"ROW_PARTS": of.merge_parts, "PARTIALS": of.merged_at_once} | splits
         merge |= {"WORK_TILES": of.few_work_tiles, "CHAINED": of.chains}
+        merge["NATURAL"] = changed
         warps = 1 if of.merges_by_one_warp else 4
         options = {"num_warps": warps, "num_stages": 1, **early}
         self.merge = Launch(merge_partials, merge, options, meta=CombineMeta)
@@ -192,7 +200,7 @@ class PagedForward:
         """What starts the kernels of a pass."""
         if chunks_unsupported(spec, of, inputs, variant, self.requested) is None:
             return ChunkLaunch(spec, of, inputs, variant, self.requested)
-        return PassLaunches(spec, of, inputs.query.device)
+        return PassLaunches(spec, of, inputs.query.device, changes_scores(variant))
 
     def __call__(self, inputs: PagedInputs, variant: Variant) -> tuple[Tensor, ...]:
         """Output and lse of a call like the one that was prepared."""
