@@ -142,6 +142,22 @@ def classify_tiles(
 
 
 @triton.jit
+def may_see(
+    mask, batch, head, query_start, lengths, kv_index, QUERY_TILE: tl.constexpr,
+    KV_TILE: tl.constexpr,
+):  # fmt: skip
+    """Whether any pair of one tile can be visible. lengths: of queries and of keys."""
+    found = True
+    if mask.classify is not None:
+        tiles = kv_index + tl.arange(0, 1)
+        possible, _ = classify_tiles(
+            mask, batch, head, query_start, lengths, tiles, QUERY_TILE, KV_TILE, True
+        )
+        found = tl.max(possible.to(tl.int32), 0) > 0
+    return found
+
+
+@triton.jit
 def classify_spans(
     mask, batch, head, start, lengths, tiles, num_rows,
     TILE: tl.constexpr, OTHER: tl.constexpr, OVER_KEYS: tl.constexpr,

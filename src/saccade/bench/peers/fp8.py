@@ -3,12 +3,14 @@ attention in bfloat16 over the same rows."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 import saccade
+from saccade import masks
 from saccade.bench.case import BenchCase
 from saccade.bench.peers import Call, Peer
 from saccade.bench.peers.mask import mask_of
@@ -20,23 +22,23 @@ def of_ours(name: str, case: BenchCase, device: torch.device) -> Call | str:
     reason = saccade.explain(saccade.attention_fp8, *rows, mask=mask).reasons.get(
         name, "it has no fp8 attention"
     )
-    return reason or Call(_attend(mask, implementation=name))
+    return reason or Call(_attend(saccade.attention_fp8, mask, implementation=name))
 
 
 def peers() -> list[Peer]:
     """What e4m3 rows are compared with, over rows of the same numbers in bfloat16."""
-    call = "saccade.attention_fp8"
+    about = "saccade.attention_fp8 of 16-bit rows, quantised by blocks"
     return [
-        _over_bfloat16("saccade/inside", f"{call} of 16-bit rows, quantised by blocks", _inside),
-        _over_bfloat16("saccade/bf16", "saccade.attention in bfloat16", _in_bfloat16),
+        _over_bfloat16("saccade/inside", about, saccade.attention_fp8),
+        _over_bfloat16("saccade/bf16", "saccade.attention in bfloat16", saccade.attention),
     ]
 
 
-def _over_bfloat16(who: str, about: str, make: Any) -> Peer:
+def _over_bfloat16(who: str, about: str, function: Callable[..., Any]) -> Peer:
     """A peer whose rows are converted when it first sees them."""
 
     def prepare(case: BenchCase, device: torch.device) -> Call | str:
-        attend = make(mask_of(case, device))
+        attend = _attend(function, mask_of(case, device))
         converted: list[tuple[Tensor, list[Tensor]]] = []
 
         def run(*rows: Tensor) -> Tensor:
@@ -49,22 +51,13 @@ def _over_bfloat16(who: str, about: str, make: Any) -> Peer:
     return Peer(who, about, prepare, by_default=False, attention=("fp8",))
 
 
-def _inside(mask: Any) -> Any:
-    return _attend(mask)
+def _attend(
+    function: Callable[..., Any], mask: masks.Mask | None, **options: Any
+) -> Callable[..., Tensor]:
+    """The call of a function for some rows."""
 
-
-def _in_bfloat16(mask: Any) -> Any:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = saccade.attention(query, key, value, mask=mask)
-        assert isinstance(output, Tensor)  # a pair only with return_lse
-        return output
-
-    return attend
-
-
-def _attend(mask: Any, **options: Any) -> Any:
-    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        output = saccade.attention_fp8(query, key, value, mask=mask, **options)
+    def attend(*rows: Tensor) -> Tensor:
+        output = function(*rows, mask=mask, **options)
         assert isinstance(output, Tensor)  # a pair only with return_lse
         return output
 

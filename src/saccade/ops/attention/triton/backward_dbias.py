@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from saccade.gpu.language import tl, triton
 from saccade.gpu.tensor_view import load_rows, num_rows, wide
-from saccade.gpu.tile_ranges import classify_tiles
+from saccade.gpu.tile_ranges import may_see
 from saccade.ops.attention.triton.backward_common import (
     differentiate,
     drop,
@@ -81,14 +81,7 @@ def add_pairs(
 ):  # fmt: skip
     """Add the gradients of the scores of one tile of pairs, if any of them can be visible."""
     query_len, kv_len = lengths
-    wanted = True
-    if rules.mask.classify is not None:
-        tiles = kv_index + tl.arange(0, 1)
-        possible, _ = classify_tiles(
-            rules.mask, batch, head, query_start, lengths, tiles, QUERY_TILE, KV_TILE, True
-        )
-        wanted = tl.max(possible.to(tl.int32), 0) > 0
-    if wanted:
+    if may_see(rules.mask, batch, head, query_start, lengths, kv_index, QUERY_TILE, KV_TILE):
         kv_start = kv_index * KV_TILE
         query_rows = query_start + tl.arange(0, QUERY_TILE)
         kv_rows = kv_start + tl.arange(0, KV_TILE)

@@ -15,7 +15,7 @@ from __future__ import annotations
 from saccade.gpu.language import tl, triton
 from saccade.gpu.online_softmax import LOG2_E
 from saccade.gpu.tensor_view import load_numbers, load_rows, num_rows, store_numbers
-from saccade.gpu.tile_ranges import classify_tiles
+from saccade.gpu.tile_ranges import may_see
 
 # An lse below is rounded by 2^-12 at most, and weights by as much of their own size.
 LARGE = tl.constexpr(8192.0)
@@ -68,14 +68,7 @@ def add_weights(
 ):  # fmt: skip
     """Add exp(score - lse) of one tile of keys, if any of its pairs can be visible."""
     QUERY_TILE: tl.constexpr = query_tile.shape[0]
-    wanted = True
-    if rules.mask.classify is not None:
-        tiles = kv_index + tl.arange(0, 1)
-        possible, _ = classify_tiles(
-            rules.mask, batch, head, query_start, lengths, tiles, QUERY_TILE, KV_TILE, True
-        )
-        wanted = tl.max(possible.to(tl.int32), 0) > 0
-    if wanted:
+    if may_see(rules.mask, batch, head, query_start, lengths, kv_index, QUERY_TILE, KV_TILE):
         query_rows = query_start + tl.arange(0, QUERY_TILE)[:, None]
         kv_rows = kv_index * KV_TILE + tl.arange(0, KV_TILE)
         key_tile = load_rows(  # [KV_TILE, HEAD_WIDTH]
