@@ -8,6 +8,7 @@ import importlib.util
 import os
 import random
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import jaxtyping
@@ -111,6 +112,20 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     random.seed(seed)
     folder = item.path.relative_to(HERE).parts[0] if item.path.is_relative_to(HERE) else ""
     jaxtyping.config.update("jaxtyping_disable", folder in CALLERS)
+
+
+@pytest.fixture(autouse=True)
+def modes_are_left() -> Iterator[None]:
+    """A test that leaves PyTorch in another mode fails itself, and not all that come after it."""
+    yield
+    left = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    if left != (False, True):
+        _ENTERED.append(torch._C._InferenceMode(False))
+        pytest.fail(f"leaves (inference mode, gradients) at {left}, not at (False, True)")
+
+
+_ENTERED: list[object] = []
+"""What brings modes back that were left: each undoes itself once nothing holds it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts: KeyboardInterrupt at the n-th line that some of Saccade's files run."""
+"""Interrupts: KeyboardInterrupt at the n-th line or instruction that some files run."""
 
 from __future__ import annotations
 
@@ -20,12 +20,17 @@ class Interrupt:
 
     It is raised once, in the thread that is `armed`, wherever that is: between any two lines, and
     where a block is left as well.
+
+    Args:
+        folders: of Saccade's, or whole paths; files as well.
+        instructions: whether Python's instructions are counted, of which a line has several.
     """
 
-    def __init__(self, line: int, *folders: str):
+    def __init__(self, line: int, *folders: str, instructions: bool = False):
         self.came = False
         self._left = line
         self._inside = tuple(str(SOURCE / folder) for folder in folders)
+        self._instructions = instructions
 
     @contextmanager
     def armed(self) -> Iterator[None]:
@@ -38,13 +43,17 @@ class Interrupt:
             sys.settrace(before)
 
     def _of_call(self, frame: FrameType, event: str, argument: Any) -> Any:
-        return self._of_line if frame.f_code.co_filename.startswith(self._inside) else None
+        if not frame.f_code.co_filename.startswith(self._inside):
+            return None
+        frame.f_trace_opcodes = self._instructions
+        return self._of_line
 
     def _of_line(self, frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and not self.came:
+        if event == ("opcode" if self._instructions else "line") and not self.came:
             self._left -= 1
             if self._left < 0:
                 self.came = True
+                del frame  # no interrupt by a signal keeps it alive
                 raise KeyboardInterrupt
         return self._of_line
 

@@ -3,8 +3,11 @@
 import contextlib
 import copy
 import functools
+import inspect
+import random
 from typing import Any
 
+import interrupts
 import pytest
 import served
 import torch
@@ -55,3 +58,39 @@ def test_callers_keep_their_modes() -> None:
     with torch.inference_mode(), torch.autocast("cpu", dtype=torch.bfloat16):
         tokens(engine())
         assert torch.is_inference_mode_enabled() and torch.is_autocast_enabled("cpu")
+
+
+def modes() -> tuple[Any, ...]:
+    depth = torch.autocast_increment_nesting() - 1
+    torch.autocast_decrement_nesting()
+    return (
+        torch.is_inference_mode_enabled(), torch.is_grad_enabled(),
+        torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), depth,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("asked_in", MODES)
+def test_an_interrupt_where_modes_change_leaves_the_callers(asked_in: str) -> None:
+    """Wherever PyTorch enters or leaves a mode in a step, and where the engine itself does."""
+    of, before, chance, instruction = engine(), modes(), random.Random(0), 0
+    entering = [str(inspect.getsourcefile(mode)) for mode in (torch.no_grad, torch.autocast)]
+    while True:
+        interrupt = interrupts.Interrupt(
+            instruction, "serving/caller_modes.py", *entering, instructions=True
+        )
+        completion = of.submit(served.prompts()[3], max_new_tokens=2, stop_tokens=())
+        with MODES[asked_in]():
+            inside = modes()
+            try:
+                with interrupt.armed():
+                    of.run()
+            except KeyboardInterrupt:
+                pass
+            assert modes() == inside
+            of.run()
+        assert modes() == before
+        assert completion.result().tokens == wanted()[3][:2]
+        if not interrupt.came:
+            break
+        instruction += 1 + chance.randrange(5)
+    assert instruction > 100
