@@ -261,14 +261,14 @@ def no_memory_of_calls() -> Iterator[None]:
     """Calls are prepared anew, so that the memory of their results is guarded too."""
     from saccade.ops.attention.hopper import host as hopper_host
     from saccade.ops.attention.triton import host as triton_host
-    from saccade.ops.delta_rule.triton import host as delta_host
+    from saccade.ops.delta_rule.triton import passes as delta_passes
     from saccade.ops.linear_attention.triton import host as linear_host
     from saccade.ops.paged_attention.triton import host as paged_host
     from saccade.runtime import call_cache
 
     kept: list[tuple[Any, str]] = [
         (call_cache, "_calls"), (triton_host, "_forwards"), (triton_host, "_specs"),
-        (triton_host, "_launches"), (linear_host, "_call_specs"), (delta_host, "_call_specs"),
+        (triton_host, "_launches"), (linear_host, "_call_specs"), (delta_passes, "_call_specs"),
         (paged_host, "_forwards"), (hopper_host, "_forwards"), (hopper_host, "_kinds"),
         (hopper_host, "_backwards"),
     ]  # fmt: skip

@@ -22,7 +22,7 @@ from saccade.gpu.pass_recorder import MemoryLayout
 from saccade.gpu.recording import Lengths, PassFamily, RecordedPass
 from saccade.ops.attention.hopper import host as hopper_host
 from saccade.ops.attention.triton import host as triton_host
-from saccade.ops.delta_rule.triton import host as delta_host
+from saccade.ops.delta_rule.triton import passes as delta_passes
 from saccade.ops.linear_attention.hopper import host as linear_hopper
 from saccade.ops.linear_attention.triton import host as linear_triton
 from saccade.ops.paged_attention.triton import host as paged_host
@@ -71,12 +71,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> Iterator[Started]:
         (paged_host, ("_forwards",)),
         (linear_triton, ("_call_specs", "_backwards")),
         (linear_hopper, ("_backwards",)),
-        (delta_host, ("_call_specs",)),
+        (delta_passes, ("_call_specs",)),
         (call_cache, ("_calls", "_layouts")),
     ):
         for memory in memories:
             monkeypatch.setattr(module, memory, {})
-    monkeypatch.setattr(delta_host, "current_device", lambda tensor: 0)
+    monkeypatch.setattr(delta_passes, "current_device", lambda tensor: 0)
     monkeypatch.setattr(recording, "STEP_BY_STEP", 1)
     with host_times.pretended(), pytest.MonkeyPatch.context() as patched:  # undone in that order
         patched.setattr(machine_code, "variant", variant)

@@ -14,7 +14,7 @@ from implementations import F16, F32, Implementation, fixture_of
 import saccade
 from saccade.gpu import language
 from saccade.ops.attention.triton.configs import ARCHITECTURES
-from saccade.ops.delta_rule.triton import configs, host
+from saccade.ops.delta_rule.triton import configs, host, passes
 from saccade.runtime.delta_spec import DeltaInputs, DeltaVariant
 from saccade.runtime.spec import KernelConfig
 from saccade.testing import assert_delta_exact, make_delta_case, poisoned
@@ -94,7 +94,7 @@ def test_segments_are_the_whole(
 ) -> None:
     """Long sequences cut into segments, of one chunk here: outputs, states and gradients."""
     monkeypatch.setattr(configs, "segment", lambda *sizes: 1)
-    monkeypatch.setattr(host, "_call_specs", {})
+    monkeypatch.setattr(passes, "_call_specs", {})
     case = make_delta_case(**description, heads=(1, 1), normalize_qk=True)
     with poisoned():
         assert_delta_exact(case, "triton", config=KernelConfig(kv_tile=16))

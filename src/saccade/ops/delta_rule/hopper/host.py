@@ -2,8 +2,8 @@
 
 forwards:   sums of decay → one kernel for all else (forward.py) → NaN and inf (nonfinite.py)
 backwards:  sums of decay → the same kernel, which keeps what it makes → the scan back of
-            `saccade.ops.delta_rule.triton.host` → gradients of rows (gradients.py) → its sums over
-            heads
+            `saccade.ops.delta_rule.triton.passes` → gradients of rows (gradients.py) → its sums
+            over heads
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from saccade.ops.delta_rule.hopper.gradients import (
     delta_chunk_gradients,
 )
 from saccade.ops.delta_rule.hopper.nonfinite import NanSafeMeta, delta_nan_safe
-from saccade.ops.delta_rule.triton.host import DeltaCall, Past, gradients_by
+from saccade.ops.delta_rule.triton.host import gradients_by
+from saccade.ops.delta_rule.triton.passes import DeltaCall, Past
 from saccade.runtime.delta_spec import (
     DeltaGradients,
     DeltaInputs,
