@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import large_score_cases
 import recurrence_cases
 import sharded_cache_cases
 import torch
@@ -35,7 +36,7 @@ from worlds import joined, run_worlds
 
 import saccade
 from saccade import feature_maps, masks, parallel, scores
-from saccade.parallel import exchange
+from saccade.parallel import exchange, large_scores
 from saccade.parallel.delta import api as delta_api
 from saccade.parallel.dtensors import as_dtensor
 from saccade.parallel.linear import api as linear_api
@@ -178,6 +179,28 @@ for _number, _mask in enumerate(MASKS):
             def _masked(group: Any, method: str, turn: str, description: dict[str, Any]) -> None:
                 if (dist.get_world_size(group) == 2) == (method == turn):
                     compare(group, method, **description)
+
+
+# ---- rows of large scores ------------------------------------------------------------------------
+
+for _size in large_score_cases.SIZES:
+    _cases = BOTH if _size == "-1e9" else (CASES,)
+    for _method in METHODS:
+
+        @case(f"scores of {_size} {_method}", _method, _size, cases=_cases)
+        def _large(group: Any, method: str, size: str) -> None:
+            large_score_cases.compare(group, method, size, DEVICE)
+
+    @case(f"scores of {_size} over pages", _size, cases=_cases)
+    def _large_pages(group: Any, size: str) -> None:
+        large_score_cases.compare_pages(group, size, DEVICE)
+
+
+@case("large scores whose numbers are not looked at, as on a GPU")
+def _large_unseen(group: Any) -> None:
+    with patch.object(large_scores, "in_graph", return_value=True):
+        large_score_cases.compare(group, "ring", "-1e9")
+        large_score_cases.compare_pages(group, "-1e9")
 
 
 # ---- dropout -------------------------------------------------------------------------------------

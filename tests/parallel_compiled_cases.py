@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import large_score_cases
 import parallel_cases
 import recurrence_cases
 import torch
@@ -105,6 +106,13 @@ for _name, (_method, _description, _options) in GRAPHS.items():
             options: dict[str, Any],
         ) -> None:  # fmt: skip
             compare(group, method, description, backend, **options)
+
+
+@case("a graph of rows of large scores, by ring", cases=[CASES])
+def _large_scores(group: Any) -> None:
+    problem = large_score_cases.Dealt("bias", -1e9, torch.float32, 0.5, masked=True)
+    plan = large_score_cases.plan_of(problem, group, "ring")
+    problem._compare(problem.over(plan, compiled(parallel.attention)))
 
 
 @case("a graph is compiled anew for another plan, and for none that it knows", cases=[CASES])

@@ -22,14 +22,18 @@ from saccade.masks import NOTHING_HIDDEN, Mask, as_mask
 from saccade.masks import window as window_mask
 from saccade.modifiers.normal_form import is_causal
 from saccade.modifiers.renumber import interleaved
-from saccade.ops.attention.merge import merge_states
+from saccade.ops.attention.merge import merged
 from saccade.ops.paged_attention.api import attention_paged
+from saccade.parallel import large_scores
 from saccade.parallel.agreement import agree, begin, described, reporting, whole_tensors
 from saccade.parallel.planner import members
 from saccade.runtime.arguments import check_flag
 from saccade.runtime.spec import accumulate_dtype
 from saccade.runtime.validation import with_causal
 from saccade.scores import Score, as_score
+
+# What torch 2.13 calls it, which warns of its older name.
+ALL_GATHER: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 @dataclass(eq=False)
@@ -164,9 +168,9 @@ class ShardedCache(PagedCache):
 
     def _attend_own(
         self, layer: int, query: Tensor, sequences: list[int], options: dict[str, Any]
-    ) -> tuple[tuple[Tensor, Tensor], dict[str, str], dict[str, Tensor]]:
-        """Output and lse of this rank's tokens; what must be equal on all ranks, in words, and in
-        all numbers."""
+    ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, str], dict[str, Tensor]]:
+        """Output, lse and what rounding took from it, of this rank's tokens; what must be equal on
+        all ranks, in words, and in all numbers."""
         pages, group = self.pages(layer), self.groups[self._address(layer).group]
         lengths = [group.find(sequence).length for sequence in sequences]
         mask = as_mask(with_causal(options.pop("mask", None), options.pop("causal", False)))
@@ -187,12 +191,27 @@ class ShardedCache(PagedCache):
         whole = {"query": query, **whole_tensors(sinks, mask.captured, score.captured)}
         whole |= {name: each for name, each in options.items() if isinstance(each, Tensor)}
         mask, score = self._as_seen_here(mask, score, query, lengths, options.get("cu_seqlens_q"))
-        found = attention_paged(
-            query, pages.key_pages, pages.value_pages, *self._known_tables(layer, sequences),
-            key_scales=pages.key_scales, value_scales=pages.value_scales, mask=mask, score=score,
-            sinks=sinks if self._members.rank == 0 else None, return_lse=True, **options,
-        )  # fmt: skip
-        return found, facts, whole
+        sinks = sinks if self._members.rank == 0 else None
+        table, kv_lens = self._known_tables(layer, sequences)
+        options |= {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+
+        def attend(kv_lens: Tensor, score: Score, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+            return attention_paged(
+                query, pages.key_pages, pages.value_pages, table, kv_lens, mask=mask, score=score,
+                sinks=sinks, return_lse=True, **options,
+            )  # fmt: skip
+
+        output, lse = attend(kv_lens, score, sinks)
+
+        def again(base: Tensor, rows: Tensor | None) -> Tensor:
+            offsets = options.get("cu_seqlens_q")
+            seen = kv_lens if rows is None else kv_lens * large_scores.entries_of(rows, offsets)
+            found = attend(seen, large_scores.less(score, base, offsets), None)[1]
+            return found if sinks is None else large_scores.with_sinks(found, sinks, base)
+
+        lost = large_scores.lost_of(lse, None, bool(score.key), again)
+        number = torch.zeros_like(lse) if lost is None else lost.number
+        return (output, lse, number), facts, whole
 
     def _as_seen_here(
         self, mask: Mask, score: Score, query: Tensor, lengths: list[int], offsets: Tensor | None
@@ -214,18 +233,17 @@ class ShardedCache(PagedCache):
             Score(*interleaved(score.key, score.captured, shift, *ranks)),
         )
 
-    def _merged(self, output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _merged(self, output: Tensor, lse: Tensor, lost: Tensor) -> tuple[Tensor, Tensor]:
         """Output and lse of all ranks' tokens, from every rank's own."""
         packed = output.dim() == 3
         wide = accumulate_dtype(output.dtype)
-        beside = (lse.transpose(0, 1) if packed else lse).unsqueeze(-1)
-        own = torch.cat([output.to(wide), beside.to(wide)], -1)
+        beside = torch.stack([lse, lost], -1).to(wide)
+        own = torch.cat([output.to(wide), beside.transpose(0, 1) if packed else beside], -1)
         parts = own.new_empty(self._members.ranks, *own.shape)
         with reporting(self._members, "outputs of all ranks"):
-            dist.all_gather_into_tensor(parts.flatten(0, 1), own, group=self._members.group)
-        lses = parts[..., -1]
-        merged, lse = merge_states(parts[..., :-1], lses.transpose(1, 2) if packed else lses)
-        return merged.to(output.dtype), lse
+            ALL_GATHER(parts.flatten(0, 1), own, group=self._members.group)
+        whole, lse, _ = merged(parts[..., :-2], parts[..., -2], parts[..., -1])
+        return whole.to(output.dtype), lse.transpose(0, 1) if packed else lse
 
 
 __all__ = ["ShardedCache"]

@@ -5,6 +5,8 @@ another the rows that it needs, straight, so that after a window's few steps not
 Partial outputs are merged by their lse in 32 bits. The backward pass takes the merged output and
 lse, as FlashAttention's does for its tiles, so each step's gradients are parts of the exact ones;
 keys come once more, and their gradients go back in 32 bits and are added in the order of steps.
+Rows of large scores, whose lse does not tell their sums, have the lse and the weight of each step
+(`_Own`).
 
 Source: Liu et al. 2023, "Ring attention with blockwise transformers for near-infinite context".
 """
@@ -22,8 +24,10 @@ from saccade.masks import NOTHING_HIDDEN
 from saccade.modifiers.graph_constants import constants, in_graph, outside_graph
 from saccade.modifiers.normal_form import is_causal
 from saccade.ops.attention.api import ATTENTION
-from saccade.ops.attention.merge import merge_states
+from saccade.ops.attention.merge import merged
+from saccade.parallel import large_scores
 from saccade.parallel.exchange import Counts, Message, waiting_for
+from saccade.parallel.large_scores import Lost
 from saccade.parallel.local import LocalCall, heads_first, joined, numbers_of, rows_first
 from saccade.parallel.planner import Plan
 from saccade.parallel.runs import MOST_PARTS, Part
@@ -187,15 +191,20 @@ class _Part(NamedTuple):
 
 def _part(
     call: LocalCall, step: Step, run: Part, query: Tensor, rows: Tensor, sinks: Tensor | None,
-    tables: Sequence[Tensor],
+    tables: Sequence[Tensor], base: Tensor | None = None,
 ) -> _Part:  # fmt: skip
-    """A call of a step on keys and values [rows, batch, heads, dim], beside each other."""
+    """A call of a step on keys and values [rows, batch, heads, dim], beside each other.
+
+    base: what scores are less by in each row; None: nothing.
+    """
     head_dim, options = call.plan.sizes.head_dim, call.options
     query, rows = query.narrow(2, *run.query), heads_first(rows.narrow(0, *run.kv))
     captured = step.score.captured._replace(tensors=tuple(tables[step.tables]))
+    score = Score(step.score.key, captured)
     inputs, variant, problem, config = prepare(
         query, rows[..., :head_dim], rows[..., head_dim:], None, None, None, None, mask=run.mask,
-        score=Score(step.score.key, captured), scale=options.scale, sinks=sinks,
+        score=score if base is None else large_scores.less(score, base), scale=options.scale,
+        sinks=sinks,
         dropout_p=options.dropout_p, return_lse=True, deterministic=options.deterministic,
         config=options.config,
     )  # fmt: skip
@@ -216,6 +225,24 @@ def _results(part: _Part) -> Results:
     tensors = *part.inputs, list(checked.tables)
     output, lse, residual, _ = ATTENTION.op(*tensors, *ATTENTION.flatten(checked, False))
     return Results(output, lse, residual if part.variant.residual else None)
+
+
+def _lost(
+    call: LocalCall, step: Step, run: Part, query: Tensor, rows: Tensor, sinks: Tensor | None,
+    tables: Sequence[Tensor], lse: Tensor, so_far: Tensor | None,
+) -> Lost | None:  # fmt: skip
+    """What rounding took from the lse of a step's call, which is not dropped from."""
+    plain = call._replace(options=call.options._replace(dropout_p=0.0))
+
+    def again(base: Tensor, of_rows: Tensor | None) -> Tensor:
+        same = run._replace(numbers=None)
+        if of_rows is not None:
+            entries = masks.key_lengths(large_scores.entries_of(of_rows) * run.kv[1])
+            same = same._replace(mask=run.mask & entries if run.mask.key else entries)
+        found = _results(_part(plain, step, same, query, rows, None, tables, base)).lse
+        return found if sinks is None else large_scores.with_sinks(found, sinks, base)
+
+    return large_scores.lost_of(lse, so_far, bool(step.score.key), again)
 
 
 def _arrivals(
@@ -251,6 +278,58 @@ def _computes(query: Tensor, step: Step) -> bool:
     return bool(query.shape[2] and step.receive and step.runs)
 
 
+class _SoFar(NamedTuple):
+    """What the steps so far give together."""
+
+    output: Tensor
+    lse: Tensor
+    lost: Tensor  # what rounding took from the lse
+
+    def with_part(self, part: _Found, output: Tensor, first: bool) -> _SoFar:
+        """What they give together with a call of the next step."""
+        number = torch.zeros_like(part.lse) if part.lost is None else part.lost.number
+        here, new = [each.narrow(2, *part.run.query) for each in self], (output, part.lse, number)
+        if not first:
+            new: Any = merged(*map(torch.stack, zip(here, new, strict=True)))
+        if part.run.query == (0, self.lse.shape[2]):
+            return _SoFar(*new)
+        for place, each in zip(here, new, strict=True):
+            place.copy_(each)
+        return self
+
+
+class _Found(NamedTuple):
+    """What a call of a step found beside its output."""
+
+    run: Part
+    lse: Tensor
+    lost: Lost | None
+
+    def own(self, whole: _SoFar) -> _Own:
+        """What its backward pass takes in place of the lse of all steps."""
+        if self.lost is None:
+            return _Own(None, None)
+        lse, lost = (each.narrow(2, *self.run.query) for each in whole[1:])
+        rows, number = self.lost
+        weight = (self.lse - lse + (number - lost)).exp()
+        return _Own(self.lse.where(rows, lse), weight.where(rows, 1))
+
+
+class _Own(NamedTuple):
+    """What a step's backward pass takes of rows of large scores.
+
+    It divides weights by the sum of its own keys, as it takes the lse for theirs. So it is given
+    the lse of these, and gradients that are multiplied by their part in the row's sum.
+
+    Attributes:
+        lse: of the step's keys in such rows, of all steps elsewhere; None: there are no such rows.
+        weight: of the step's keys among all of the row; 1 elsewhere.
+    """
+
+    lse: Tensor | None
+    weight: Tensor | None
+
+
 class _Ring(torch.autograd.Function):
     """The call of all steps, with gradients of everything."""
 
@@ -262,37 +341,37 @@ class _Ring(torch.autograd.Function):
         wide = accumulate_dtype(query.dtype)
         output = query.new_zeros(*query.shape[:3], value.shape[-1], dtype=wide)
         lse = query.new_full(query.shape[:3], -torch.inf, dtype=wide)
+        so_far = _SoFar(output, lse, torch.zeros_like(lse))
         own = rows_first(joined(key, value))
+        found: list[_Found] = []
         for step, rows in _arrivals(call, steps, own, True):
             if not _computes(query, step):
-                lse = waiting_for(lse, rows)
+                so_far = so_far._replace(lse=waiting_for(so_far.lse, rows))
                 continue
             first = step is steps[0]
             for run in step.runs:
-                part = _part(call, step, run, query, rows, sinks if first else None, tables)
-                found = _results(part)
-                exact = restored(found.output, found.residual).to(wide)
-                so_far = output.narrow(2, *run.query), lse.narrow(2, *run.query)
-                merged = exact, found.lse
-                if not first:
-                    merged = merge_states([so_far[0], exact], [so_far[1], found.lse])
-                if run.query == (0, query.shape[2]):
-                    output, lse = merged
-                else:
-                    so_far[0].copy_(merged[0])
-                    so_far[1].copy_(merged[1])
+                brought = query, rows, sinks if first else None, tables
+                results = _results(_part(call, step, run, *brought))
+                before = None if first else so_far.lse.narrow(2, *run.query)
+                lost = _lost(call, step, run, *brought, results.lse, before)
+                found.append(_Found(run, results.lse, lost))
+                exact = restored(results.output, results.residual).to(wide)
+                so_far = so_far.with_part(found[-1], exact, first)
+        output, lse = so_far.output, so_far.lse
         rows = empty_output(query, query.shape[1], value.shape[-1], packed=False).copy_(output)
         residual = None
         if query.dtype.itemsize == 2:
             residual = torch.empty_like(rows, dtype=torch.int8).copy_(rounded(output, rows))
-        ctx.call, ctx.steps = call, steps
-        ctx.save_for_backward(query, key, value, rows, lse, residual, sinks, *tables)
+        apart = [each for one in found for each in one.own(so_far)]
+        ctx.call, ctx.steps, ctx.apart = call, steps, len(apart)
+        ctx.save_for_backward(query, key, value, rows, lse, residual, sinks, *apart, *tables)
         return rows, lse
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         call, steps = ctx.call, ctx.steps
-        query, key, value, output, lse, residual, sinks, *tables = ctx.saved_tensors
+        query, key, value, output, lse, residual, sinks, *others = ctx.saved_tensors
+        apart, tables = iter(others[: ctx.apart]), others[ctx.apart :]
         wide, results = accumulate_dtype(query.dtype), Results(output, lse, residual)
         own = waiting_for(rows_first(joined(key, value)), *grads)
         found = _Sums(
@@ -309,7 +388,8 @@ class _Ring(torch.autograd.Function):
                 first = step is steps[0]
                 for run in step.runs:
                     part = _part(call, step, run, query, rows, sinks if first else None, tables)
-                    gradients = _gradients(call, step, run, part, results, grads, tables)
+                    of_run = _of_run(run, results, grads, _Own(next(apart), next(apart)))
+                    gradients = _gradients(call, step, part, *of_run, tables)
                     of_keys = rows_first(joined(gradients.key, gradients.value))
                     grad_rows.narrow(0, *run.kv).add_(of_keys)
                     found.query.narrow(2, *run.query).add_(gradients.query)
@@ -355,9 +435,26 @@ class _Sums(NamedTuple):
             self.rows[step.send] += gradients.wait()  # a step has no row twice
 
 
+def _of_run(
+    run: Part, results: Results, grads: Sequence[Any], own: _Own
+) -> tuple[Results, Sequence[Any]]:
+    """The results of all steps, and their gradients, as a call's backward pass takes them."""
+    if run.query != (0, results.output.shape[2]):  # kernels take these as they were written
+        of_rows: list[Any] = [
+            None if each is None else each.narrow(2, *run.query).contiguous()
+            for each in (*results, *grads)
+        ]
+        results, grads = Results(*of_rows[: len(results)]), of_rows[len(results) :]
+    if own.lse is None or own.weight is None:
+        return results, grads
+    of_output, of_lse = grads
+    of_output = (of_output * own.weight.unsqueeze(-1)).to(of_output.dtype)
+    return results._replace(lse=own.lse), (of_output, of_lse * own.weight)
+
+
 def _gradients(
-    call: LocalCall, step: Step, run: Part, part: _Part, results: Results,
-    grads: Sequence[Tensor], tables: Sequence[Tensor],
+    call: LocalCall, step: Step, part: _Part, results: Results, grads: Sequence[Tensor],
+    tables: Sequence[Tensor],
 ) -> Gradients:  # fmt: skip
     """A call's part of all gradients, by the output and lse of all steps."""
     wanted = [
@@ -365,12 +462,6 @@ def _gradients(
         for position, table in enumerate(tables[step.tables])
         if table.is_floating_point() and table.requires_grad
     ]
-    if run.query != (0, results.output.shape[2]):  # kernels take these as they were written
-        of_rows: list[Any] = [
-            None if each is None else each.narrow(2, *run.query).contiguous()
-            for each in (*results, *grads)
-        ]
-        results, grads = Results(*of_rows[: len(results)]), of_rows[len(results) :]
     deterministic = call.options.deterministic
     if not in_graph():
         module = backends.module_of("attention", part.backward_by, "backward")

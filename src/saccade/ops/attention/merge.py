@@ -48,17 +48,44 @@ def merge_states(
     if packed:  # bring the lse into the output's order
         stacked = stacked.transpose(1, 2)
     stacked = stacked.to(accumulate_dtype(torch.promote_types(stacked.dtype, of_parts.dtype)))
-    hidden = stacked == -torch.inf  # [parts, ..., rows]
-    largest = stacked.amax(0).detach()
+    output, lse, _ = merged(of_parts, stacked)
+    return output, lse.transpose(0, 1) if packed else lse
+
+
+def merged(
+    outputs: Tensor, lses: Tensor, lost: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `merge_states` computes of parts that were checked, whose lses lie as outputs do.
+
+    Args:
+        outputs: [parts, ..., value_dim].
+        lses: [parts, ...], in the dtype of sums.
+        lost: [parts, ...], log Σ exp(score - lse): what rounding took from each lse, which weights
+            show beside large scores (`parallel/large_scores.py`). None: nothing.
+
+    Returns:
+        output, lse, and what rounding took from that; None where nothing was known of the parts.
+    """
+    hidden = lses == -torch.inf
+    largest = lses.amax(0).detach()
     shift = largest.masked_fill(largest == -torch.inf, 0)
-    weights = (stacked - shift).exp()
+    exponents, above = lses - shift, 0
+    if lost is not None:
+        exponents = exponents + lost
+        above = exponents.amax(0)
+        above = above.masked_fill(above == -torch.inf, 0)
+        exponents = exponents - above
+    weights = exponents.exp()
     total = weights.sum(0)
     empty = total == 0
     total = total.masked_fill(empty, 1)
-    lse = (shift + total.log()).masked_fill(empty, -torch.inf)
-    read = of_parts.to(lse.dtype).masked_fill(hidden.unsqueeze(-1), 0)  # selected away
-    output = (read * (weights / total).unsqueeze(-1)).sum(0).to(of_parts.dtype)
-    return output, lse.transpose(0, 1) if packed else lse
+    log_sum = above + total.log()
+    lse = (shift + log_sum).masked_fill(empty, -torch.inf)
+    read = outputs.to(lse.dtype).masked_fill(hidden.unsqueeze(-1), 0)  # selected away
+    output = (read * (weights / total).unsqueeze(-1)).sum(0).to(outputs.dtype)
+    if lost is not None:
+        lost = (log_sum - (lse - shift)).masked_fill(empty, 0)
+    return output, lse, lost
 
 
 def _stacked(name: str, stack: Tensor | Sequence[Tensor]) -> Tensor:
