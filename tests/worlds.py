@@ -69,7 +69,8 @@ def answers_of(
 ) -> dict[tuple[int, int], dict[str, str]]:
     """What each rank of each world says of each case of a program: "" or what went wrong."""
     done = subprocess.run(
-        [sys.executable, program[0], str(folder), *program[1:]], capture_output=True, text=True,
+        [sys.executable, "-W", "error::FutureWarning", program[0], str(folder), *program[1:]],
+        capture_output=True, text=True,
         timeout=seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
