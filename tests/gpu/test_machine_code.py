@@ -28,7 +28,8 @@ from saccade.gpu.launcher import Launch
 from saccade.gpu.machine_code import formats_of
 from saccade.gpu.signature import Arguments
 from saccade.kernel_check import worker
-from saccade.kernel_check.calls import CPU, KernelCall
+from saccade.kernel_check.calls import KernelCall
+from saccade.kernel_check.calls.tensors import CPU
 
 CALLS = {
     "forward": ("sm_80", KernelCall(64, mask="causal", packed=True)),

@@ -23,7 +23,8 @@ from saccade.gpu.language import gl, tl
 from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments, Length, Signature, Stride
 from saccade.kernel_check import worker
-from saccade.kernel_check.calls import CPU, KernelCall
+from saccade.kernel_check.calls import KernelCall
+from saccade.kernel_check.calls.tensors import CPU
 
 
 class Pair(NamedTuple):

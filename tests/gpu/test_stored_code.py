@@ -458,6 +458,7 @@ def main(order: int) -> None:
     """Print what each call's kernels are known by; fails if Triton is imported."""
     from saccade.gpu.hopper import tile_scheduler
     from saccade.kernel_check import calls
+    from saccade.kernel_check.calls import tensors
     from saccade.ops.attention.triton import call_spec
 
     found: dict[str, dict[str, None]] = {which: {} for which in CALLS}
@@ -475,7 +476,7 @@ def main(order: int) -> None:
     tile_scheduler.counter_of = lambda device: counter
     for which in list(CALLS)[::order]:
         call, *passes = CALLS[which](calls)
-        start = call.prepared(calls.CPU)
+        start = call.prepared(tensors.CPU)
         for one in passes:
             start(one, None)
     assert not language.INTERPRETED and "triton" not in sys.modules, "Triton was imported"

@@ -8,8 +8,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from saccade.kernel_check import calls, tuning
-from saccade.kernel_check.calls import KernelCall
+from saccade.kernel_check import tuning
+from saccade.kernel_check.calls import KernelCall, attention
 from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 from saccade.kernel_check.tuning import (
@@ -165,7 +165,7 @@ def test_only_the_kernel_itself_is_timed(monkeypatch, which):
         pytest.skip("kernels run on the CPU under the interpreter only")
     # Here they do run, and numpy warns of what lies in memory that nobody has written.
     monkeypatch.setattr(
-        calls, "_untouched", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)
+        attention, "untouched", lambda shape, dtype, device: torch.zeros(shape, dtype=dtype)
     )
     monkeypatch.setattr(torch.cuda, "Event", MadeUpEvent)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)

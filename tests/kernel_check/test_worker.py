@@ -4,7 +4,8 @@ import pytest
 
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import worker
-from saccade.kernel_check.calls import CPU, PASSES, KernelCall
+from saccade.kernel_check.calls import PASSES, KernelCall
+from saccade.kernel_check.calls.tensors import CPU
 from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.machine_code import Usage
 

@@ -31,10 +31,7 @@ from saccade.gpu.signature import Arguments, Signature
 from saccade.gpu.triton_compiler import target_of
 from saccade.kernel_check.calls import (
     KERNELS,
-    LONG_CHUNK,
-    MASKS,
     PASSES,
-    SHORT,
     Call,
     DeltaCall,
     Fp8KernelCall,
@@ -43,6 +40,9 @@ from saccade.kernel_check.calls import (
     PagedCall,
     call_of,
 )
+from saccade.kernel_check.calls.attention import MASKS
+from saccade.kernel_check.calls.paged import LONG_CHUNK
+from saccade.kernel_check.calls.tensors import SHORT
 from saccade.kernel_check.machine_code import Usage
 from saccade.ops.attention_fp8.hopper.configs import LONG as LONG_BARE
 from saccade.ops.attention_fp8.triton.configs import ARCHITECTURES as FP8_ARCHITECTURES

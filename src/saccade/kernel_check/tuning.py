@@ -17,7 +17,9 @@ from saccade.bench.timing import Runnable, TimingPlan, rotate
 from saccade.gpu import recording
 from saccade.gpu.launcher import Launch
 from saccade.kernel_check import worker
-from saccade.kernel_check.calls import DTYPES, MASKS, PASSES, KernelCall
+from saccade.kernel_check.calls import PASSES, KernelCall
+from saccade.kernel_check.calls.attention import MASKS
+from saccade.kernel_check.calls.tensors import DTYPES
 from saccade.kernel_check.catalogue import Compiled, Job
 from saccade.kernel_check.report import config_text, fault, kilobytes, problem_of
 from saccade.ops.attention.triton import configs

@@ -35,7 +35,6 @@ from saccade.gpu.signature import Arguments
 from saccade.gpu.stored_code import MachineCode
 from saccade.kernel_check import worker
 from saccade.kernel_check.calls import (
-    CPU,
     Call,
     DeltaCall,
     Fp8KernelCall,
@@ -43,6 +42,7 @@ from saccade.kernel_check.calls import (
     LinearCall,
     PagedCall,
 )
+from saccade.kernel_check.calls.tensors import CPU
 
 SHIPPED = ("sm_80", "sm_90", "sm_100", "sm_120")  # that a wheel holds machine code for
 MULTIPROCESSORS = {"sm_80": 108, "sm_90": 132, "sm_100": 148, "sm_120": 170}

@@ -32,7 +32,7 @@ from saccade.gpu.launcher import Launch
 from saccade.gpu.signature import Arguments
 from saccade.gpu.triton_compiler import compiled, target_of
 from saccade.kernel_check import left_operands, machine_code
-from saccade.kernel_check.calls import CPU
+from saccade.kernel_check.calls.tensors import CPU
 from saccade.kernel_check.catalogue import Compiled, Job, Known, compiler_inputs, key_of
 from saccade.kernel_check.machine_code import Usage
 from saccade.kv_cache import storage
