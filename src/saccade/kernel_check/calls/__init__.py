@@ -15,6 +15,11 @@ from saccade.kernel_check.calls.fp8 import FP8_PASSES, Fp8KernelCall
 from saccade.kernel_check.calls.linear import LINEAR_PASSES, LinearCall
 from saccade.kernel_check.calls.paged import PAGED_PASSES, PagedCall
 
+__all__ = [
+    "KERNELS", "PASSES", "Call", "DeltaCall", "Fp8KernelCall", "KernelCall", "LinearCall", "PagedCall",
+    "call_of",
+]  # fmt: skip
+
 # The kernels, by the pass in which the library starts them. Names that begin with hopper are
 # kernels for sm_90 alone.
 PASSES = {**ATTENTION_PASSES, **PAGED_PASSES, **LINEAR_PASSES, **DELTA_PASSES, **FP8_PASSES}
