@@ -16,8 +16,8 @@ from saccade.kernel_check.calls.linear import LINEAR_PASSES, LinearCall
 from saccade.kernel_check.calls.paged import PAGED_PASSES, PagedCall
 
 __all__ = [
-    "KERNELS", "PASSES", "Call", "DeltaCall", "Fp8KernelCall", "KernelCall", "LinearCall", "PagedCall",
-    "call_of",
+    "KERNELS", "PASSES", "Call", "DeltaCall", "Fp8KernelCall", "KernelCall", "LinearCall",
+    "PagedCall", "call_of",
 ]  # fmt: skip
 
 # The kernels, by the pass in which the library starts them. Names that begin with hopper are
