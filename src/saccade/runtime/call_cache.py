@@ -52,8 +52,22 @@ def wants_gradients(tensors: Sequence[Tensor | None]) -> bool:
 
 
 def unobserved(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether no transform, mode or tensor subclass sees the operator."""
-    return not observed() and PLAIN_OR_ABSENT.issuperset(map(type, tensors))
+    """Whether no transform, mode or tensor subclass sees the operator, and memory holds all
+    numbers as they are."""
+    return (
+        not observed()
+        and PLAIN_OR_ABSENT.issuperset(map(type, tensors))
+        and not any([tensor is not None and deferred(tensor) for tensor in tensors])
+    )
+
+
+def deferred(tensor: Tensor) -> bool:
+    """Whether memory holds a tensor's negative, as of `z.conj().imag`, or none of its zeros.
+
+    PyTorch's dispatcher writes such numbers out; kernels that are given addresses would read what
+    lies there.
+    """
+    return tensor.is_neg() or tensor._is_zerotensor()
 
 
 def observed() -> bool:
@@ -181,6 +195,8 @@ def _layout_of(
     if not (key.dtype is value.dtype is dtype and key.device == value.device == device):
         return None
     if not (query.layout is strided and key.layout is strided and value.layout is strided):
+        return None
+    if query.is_neg() or key.is_neg() or value.is_neg():  # see `deferred`
         return None
     of_mask = of_score = None  # all that tells those without tensors apart, sooner than their hash
     if mask is not None:
@@ -341,6 +357,8 @@ def key_of_any(
     if _must_be_validated(mask, score, scale, implementation, config):
         return None
     if any([tensor is not None and values_readable(tensor) for tensor in read]):
+        return None
+    if any([tensor is not None and tensor.is_neg() for tensor in tensors]):  # see `deferred`
         return None
     layouts = [
         None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

@@ -10,7 +10,12 @@ from saccade.runtime.arguments import integers, values_readable
 
 
 def check_own_memory(name: str, tensor: Tensor) -> None:
-    """Refuse a tensor of which several numbers share their memory."""
+    """Refuse a tensor of which several numbers share their memory, or memory holds the negative."""
+    if tensor.is_neg():
+        raise ValueError(
+            f"{name}: got the negative of what its memory holds, as z.conj().imag is, takes a "
+            "tensor that memory holds as it is, such as its clone"
+        )
     if tensor.is_contiguous() or tensor.numel() == 0:
         return
     takes = "takes one whose numbers all have memory of their own"

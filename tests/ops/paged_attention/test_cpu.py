@@ -76,6 +76,24 @@ def test_result_is_the_references_and_nothing_hidden_shows(packed, sinks, mask):
     assert found[0].isfinite().all()
 
 
+@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("heads", [(0, 2), (0, 0)], ids=["query", "all"])
+@pytest.mark.parametrize("rows", [None, 1, 3])
+def test_no_heads(rows, heads, implementation):
+    query_heads, kv_heads = heads
+    pages = torch.zeros(5, kv_heads, 4, 8), torch.zeros(5, kv_heads, 4, 6)
+    table = torch.tensor([[0], [1]], dtype=torch.int32)
+    lens = torch.tensor([3, 4], dtype=torch.int32)
+    options = {"sinks": torch.zeros(query_heads), "implementation": implementation}
+    if rows is None:
+        query, sizes = torch.zeros(2, query_heads, 1, 8), (2, query_heads, 1, 6)
+    else:
+        query, sizes = torch.zeros(2 * rows, query_heads, 8), (2 * rows, query_heads, 6)
+        options["cu_seqlens_q"] = torch.arange(3, dtype=torch.int32) * rows
+    found = saccade.attention_paged(query, *pages, table, lens, causal=True, **options)
+    assert found.shape == sizes
+
+
 def planned(case):
     inputs, variant = case.prepared()
     return paged_groups.planned_groups(inputs, variant, None)

@@ -105,6 +105,65 @@ def test_packed_and_pages():
     torch.testing.assert_close(paged, wanted)
 
 
+ALIKE = {
+    "sinks": ({}, 12),
+    "sinks and a mask": ({"mask": masks.window(8)}, 12),
+    "causal and sinks": ({"causal": True}, 700),
+    "runs": ({"mask": masks.window(1900)}, 2600),  # a long full one between two under their mask
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("option", ALIKE)
+def test_products_that_are_all_alike(option, dtype):
+    """The flash kernel gives an lse and no sums: such rows are not merged by it, nor with sinks."""
+    options, keys = ALIKE[option]
+    size = 2.0**15 if dtype == torch.float16 else 2.0**17
+    key = torch.full((1, 1, keys, 1), size, dtype=dtype)
+    query = key.expand(-1, 2, -1, -1)
+    value = normal(1, 1, keys, 3, seed=3, dtype=dtype)
+    sinks = torch.full((2,), size * size) if "sinks" in option else None
+    leaves = [each.detach().clone().requires_grad_() for each in (query, key, value)]
+    found = saccade.attention(*leaves, sinks=sinks, implementation="cpu", **options)
+    (of_value,) = torch.autograd.grad(found.sum(), leaves[2:])
+    mask = options.get("mask", masks.causal() if options else None)
+    visible = torch.ones(keys, keys, dtype=torch.bool)
+    visible = visible if mask is None else mask.to_dense(1, 1, keys, keys)[0, 0]
+    weights = visible.double() / (visible.sum(1, keepdim=True) + (sinks is not None))
+    slack = {"rtol": 1e-5, "atol": 1e-6}
+    if dtype != torch.float32:
+        slack = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
+    torch.testing.assert_close(found[:, 0].double(), weights @ value[0].double(), **slack)
+    exact = 2 * weights.sum(0).view(1, 1, -1, 1).expand_as(of_value)
+    torch.testing.assert_close(of_value.double(), exact, **slack)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "lens"),
+    [(1, (33, 5, 17)), (1, (700, 3000, 1)), (3, (33, 40, 17))],
+    ids=["side by side", "views", "chunks"],
+)
+def test_pages_of_products_that_are_all_alike(rows, lens, packed):
+    size, batch, most = 2.0**17, 3, -(-max(lens) // 16)
+    key_pages = torch.full((batch * most, 1, 16, 1), size)
+    value_pages = normal(batch * most, 1, 16, 3, seed=3, dtype=torch.float32)
+    table = torch.arange(batch * most, dtype=torch.int32).view(batch, most)
+    query, sinks = torch.full((batch, 2, rows, 1), size), torch.full((2,), size * size)
+    options: dict[str, Any] = {"sinks": sinks, "implementation": "cpu"}
+    if packed:
+        query = query.transpose(1, 2).flatten(0, 1)
+        options["cu_seqlens_q"] = torch.arange(batch + 1, dtype=torch.int32) * rows
+    kv_lens = torch.tensor(lens, dtype=torch.int32)
+    found = saccade.attention_paged(query, key_pages, value_pages, table, kv_lens, **options)
+    found = found.unflatten(0, (batch, rows)).transpose(1, 2) if packed else found
+    values = value_pages.double().view(batch, -1, 3)
+    for sequence, length in enumerate(lens):
+        mean = values[sequence, :length].sum(0) / (length + 1)
+        wanted = mean.expand_as(found[sequence])
+        torch.testing.assert_close(found[sequence].double(), wanted, rtol=1e-5, atol=1e-6)
+
+
 def test_parts_of_the_keys_add_up():
     """As in a ring: each part's backward pass is given the output and lse of all keys."""
     query, key, value, bias = problem(2e4, torch.float32, 64, None)

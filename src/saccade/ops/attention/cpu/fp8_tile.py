@@ -16,8 +16,7 @@ from torch import Tensor
 from saccade.modifiers import evaluate
 from saccade.ops.attention.cpu import segments
 from saccade.ops.attention.cpu.block_mask import Run
-from saccade.ops.attention.cpu.dense_tile import PairBlock
-from saccade.ops.attention.cpu.host import add_sinks
+from saccade.ops.attention.cpu.dense_tile import Attended, PairBlock
 from saccade.ops.attention.cpu.segments import DenseProblem
 from saccade.runtime.fp8_spec import E4M3, WEIGHTS_LOG2
 
@@ -39,7 +38,8 @@ def attend(
     """
     batch, heads, rows = dense.query.shape[:3]
     output = dense.query.new_zeros(batch, heads, rows, dense.value.shape[-1])
-    lse = dense.query.new_full((batch, heads, rows), -torch.inf)
+    row_max = dense.query.new_full((batch, heads, rows), -torch.inf)
+    row_sum = torch.ones_like(row_max)
     if not dense.sees_nothing:
         for tile, runs in segments.row_tiles(dense):
             for pieces in segments.row_pieces(tile):
@@ -52,10 +52,12 @@ def attend(
                             changes = shift, value_scales
                             state = _fold(dense, at, state, changes, run.masked, nonfinite)
                     where = segments.slices_of(dense, piece).queries
-                    output[where], lse[where] = state.finished()
+                    output[where], row_max[where], row_sum[where] = state.finished()
     if shift is not None and not dense.variant.score:  # with a score it is in the scores already
-        lse = lse + dense.variant.scale * shift
-    return add_sinks(output, lse, dense.sinks) if dense.sinks is not None else (output, lse)
+        row_max = row_max + dense.variant.scale * shift
+    found = Attended(output, row_max, row_sum)
+    found = found if dense.sinks is None else found.with_sinks(dense.sinks)
+    return found.output, found.lse
 
 
 def _last_tile(run: Run, kv_tile: int) -> int:
@@ -84,14 +86,14 @@ class _State(NamedTuple):
         unit = 2.0 ** -(WEIGHTS_LOG2 + 1 + dense.value.shape[2].bit_length())
         return _State(new(*shape, 1).fill_(-torch.inf), new(*shape, 1), weighted_sum, unit)
 
-    def finished(self) -> tuple[Tensor, Tensor]:
-        """Output and lse."""
+    def finished(self) -> Attended:
+        """Output, largest scores and sums of weights; -inf and 1 where nothing is seen."""
         empty = self.row_sum == 0
         divisor = self.row_sum.masked_fill(empty, 1)
-        lse = self.row_max + (divisor / 2.0**WEIGHTS_LOG2).log()
-        return self.weighted_sum / (divisor * self.unit), lse.masked_fill(
-            empty, -torch.inf
-        ).squeeze(-1)
+        row_max = self.row_max.masked_fill(empty, -torch.inf)
+        row_sum = (divisor / 2.0**WEIGHTS_LOG2).masked_fill(empty, 1)
+        output = self.weighted_sum / (divisor * self.unit)
+        return Attended(output, row_max.squeeze(-1), row_sum.squeeze(-1))
 
 
 def _fold(

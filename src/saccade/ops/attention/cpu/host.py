@@ -77,9 +77,21 @@ def prepared(
     return lambda inputs, variant: forward(inputs, variant, config)
 
 
-# Units of rounding of an lse that weights are off by at least, where they are divided by their sums
-# in the backward pass: 8,192 · eps of float32.
+# Units of rounding of an lse that weights are off by at least, where sums are computed beside it:
+# 8,192 · eps of float32.
 LEAST_ROUNDING = 2.0**-10
+
+
+def loses_sums(lse: Tensor) -> bool:
+    """Whether rounding moved an lse so far that weights, and what merges by it, show it.
+
+    Not by NaN and inf, which are as they are.
+    """
+    eps = torch.finfo(lse.dtype).eps
+    if lse.numel() == 0 or float(lse.abs().max()) * eps < LEAST_ROUNDING:
+        return False
+    return float(lse.abs().nan_to_num(0, posinf=0).max()) * eps >= LEAST_ROUNDING
+
 
 # The problem with some of its keys, and which rows they are, for each piece of a run.
 Pieces = Callable[[Run], Iterator[tuple[DenseProblem, tuple[int, int]]]]
@@ -95,7 +107,10 @@ def attend(dense: DenseProblem, pieces: Pieces | None = None) -> tuple[Tensor, T
         found = Attended.by_lse(output.zero_(), lse.fill_(-torch.inf))
     else:
         found, masked = _compute_tiles(dense, pieces, nan_safe=False)
-        if masked and not bool(found.output.sum().isfinite()):
+        again = masked and not bool(found.output.sum().isfinite())
+        if dense.fits_flash and (masked or pieces is not None or dense.sinks is not None):
+            again = again or loses_sums(found.lse)  # the flash kernel gives no sums to merge by
+        if again:
             found, _ = _compute_tiles(dense, pieces, nan_safe=True)
     if dense.sinks is not None:
         found = found.with_sinks(dense.sinks)
@@ -413,16 +428,13 @@ def _lost_sums(dense: DenseProblem, lse: Tensor) -> Tensor | None:
     exp(score - lse) would be n times each weight. The sums are computed anew then. Rows whose lse
     is that of more keys than these, as in a ring, keep what they have; so does NaN.
     """
-    eps = torch.finfo(lse.dtype).eps
-    if dense.sees_nothing or float(lse.abs().max()) * eps < LEAST_ROUNDING:
-        return None
-    size = lse.abs().nan_to_num(0, posinf=0)
-    if float(size.max()) * eps < LEAST_ROUNDING:
+    if dense.sees_nothing or not loses_sums(lse):
         return None
     found, _ = _compute_tiles(dense, None, nan_safe=True)
     if dense.sinks is not None:
         found = found.with_sinks(dense.sinks)
-    of_these = (found.lse - lse).abs() <= 2 * eps * size
+    size = lse.abs().nan_to_num(0, posinf=0)
+    of_these = (found.lse - lse).abs() <= 2 * torch.finfo(lse.dtype).eps * size
     row_sum = found.sum_above(lse)
     return row_sum.where(of_these & (found.row_max > -torch.inf), 1)
 

@@ -113,7 +113,7 @@ def planned_groups(
 
     kind: `kind_of` the call, where it is known.
     """
-    if variant.score:
+    if variant.score or inputs.query.shape[1] == 0:
         return []
     read = [inputs.page_table, inputs.kv_lens, *variant.mask_captured.tensors]
     if inputs.cu_seqlens_q is not None:
@@ -382,7 +382,7 @@ def attend_chunks(
     inputs: PagedInputs, variant: Variant, group: ChunkGroup, output: Tensor, lse: Tensor
 ) -> bool:
     """Compute sequences with several query rows and write their results; False if they are not
-    finite, so that something hidden may show."""
+    finite, so that something hidden may show, or if sinks need sums that an lse has no room for."""
     batch = len(group.sequences)
     key = side_by_side("key", inputs.key_pages, group.key_parts, batch, group.kv_len)
     value = side_by_side("value", inputs.value_pages, group.value_parts, batch, group.kv_len)
@@ -395,6 +395,8 @@ def attend_chunks(
     if not math.isfinite(found.sum().item()):
         return False
     if inputs.sinks is not None:
+        if attention_host.loses_sums(of_lse):
+            return False
         found, of_lse = attention_host.add_sinks(found, of_lse, inputs.sinks)
     rows = group.rows.index_select(0, group.real)
     found = found.transpose(1, 2).flatten(0, 1).index_select(0, group.real)
@@ -430,12 +432,15 @@ def attend_planned(
     variant: Variant,
     group: PlannedGroup | ViewedGroup,
     query: Float[Tensor, "batch heads *one dim"],
-) -> tuple[Tensor, Tensor]:
-    """Output [batch, heads, 1, value_dim] and lse [batch, heads, 1] of a group."""
+) -> tuple[Tensor, Tensor] | None:
+    """Output [batch, heads, 1, value_dim] and lse [batch, heads, 1] of a group; None if sinks need
+    sums that an lse has no room for."""
     if isinstance(group, ViewedGroup):
         output, lse = attend_views(inputs, variant, group, query)
     else:
         output, lse = attend_group(inputs, variant, group, query)
     if inputs.sinks is None:
         return output, lse
+    if attention_host.loses_sums(lse):
+        return None
     return attention_host.add_sinks(output, lse, inputs.sinks)

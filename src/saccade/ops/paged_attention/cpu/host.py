@@ -73,8 +73,10 @@ def _attend(
     """Output and lse, by a plan of groups; sequences of no group are computed one by one."""
     first = groups[0] if len(groups) == 1 and ends is None else None
     if isinstance(first, (PlannedGroup, ViewedGroup)) and first.rows is None:
-        output, lse = attend_planned(inputs, variant, first, inputs.query)
-        return output.to(inputs.query.dtype), lse
+        found = attend_planned(inputs, variant, first, inputs.query)
+        if found is not None:
+            return found[0].to(inputs.query.dtype), found[1]
+        groups = []
     output, lse = empty_rows(inputs.query, inputs.value_pages.shape[3], ends is not None)
     if ends is not None:
         clear_padding(inputs.cu_seqlens_q, output)
@@ -122,7 +124,10 @@ def _together(
             continue
         rows = group.rows
         query = inputs.query if rows is None else inputs.query.index_select(0, rows)
-        of_output, of_lse = attend_planned(inputs, variant, group, query)
+        found = attend_planned(inputs, variant, group, query)
+        if found is None:
+            continue
+        of_output, of_lse = found
         if ends is not None:
             of_output, of_lse = of_output.squeeze(2), of_lse.squeeze(2).transpose(0, 1)
         _put(output, 0, rows, of_output)
