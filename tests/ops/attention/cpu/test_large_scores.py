@@ -130,7 +130,7 @@ def test_products_that_are_all_alike(option, dtype):
     visible = torch.ones(keys, keys, dtype=torch.bool)
     visible = visible if mask is None else mask.to_dense(1, 1, keys, keys)[0, 0]
     weights = visible.double() / (visible.sum(1, keepdim=True) + (sinks is not None))
-    slack = {"rtol": 1e-5, "atol": 1e-6}
+    slack: dict[str, Any] = {"rtol": 1e-5, "atol": 1e-6}
     if dtype != torch.float32:
         slack = {"rtol": 2 * torch.finfo(dtype).eps, "atol": torch.finfo(dtype).eps}
     torch.testing.assert_close(found[:, 0].double(), weights @ value[0].double(), **slack)

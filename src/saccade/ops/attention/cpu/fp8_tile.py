@@ -86,14 +86,14 @@ class _State(NamedTuple):
         unit = 2.0 ** -(WEIGHTS_LOG2 + 1 + dense.value.shape[2].bit_length())
         return _State(new(*shape, 1).fill_(-torch.inf), new(*shape, 1), weighted_sum, unit)
 
-    def finished(self) -> Attended:
+    def finished(self) -> tuple[Tensor, Tensor, Tensor]:
         """Output, largest scores and sums of weights; -inf and 1 where nothing is seen."""
         empty = self.row_sum == 0
         divisor = self.row_sum.masked_fill(empty, 1)
         row_max = self.row_max.masked_fill(empty, -torch.inf)
         row_sum = (divisor / 2.0**WEIGHTS_LOG2).masked_fill(empty, 1)
         output = self.weighted_sum / (divisor * self.unit)
-        return Attended(output, row_max.squeeze(-1), row_sum.squeeze(-1))
+        return output, row_max.squeeze(-1), row_sum.squeeze(-1)
 
 
 def _fold(
