@@ -203,6 +203,23 @@ def _large_unseen(group: Any) -> None:
         large_score_cases.compare_pages(group, "-1e9")
 
 
+@case("gradients of an output alone, and of an lse")
+def _of_one_result(group: Any) -> None:
+    """They add up to those of both, by every method."""
+    made = known(mask="causal", lengths=DENSE, sinks=True, dtype=torch.float64)
+    for method in METHODS:
+        plan = planned(made, group, method)
+        leaves = [plan.shard(made.tensors[name], 2) for name in ("query", "key", "value")]
+        leaves = [each.clone().requires_grad_() for each in (*leaves, made.tensors["sinks"])]
+        found = parallel.attention(*leaves[:3], sinks=leaves[3], plan=plan, return_lse=True)
+        weights = [plan.shard(made.grads[name], 2).to(torch.float64) for name in ("output", "lse")]
+        both, *alone = (
+            torch.autograd.grad(found[which], leaves, weights[which], retain_graph=True)
+            for which in (slice(None), slice(1), slice(1, None))
+        )
+        torch.testing.assert_close(both, tuple(map(torch.add, *alone)))
+
+
 # ---- dropout -------------------------------------------------------------------------------------
 
 # Plain calls of rows that follow one another, and rows whose numbers come from tables, with keys in

@@ -108,6 +108,18 @@ for _name, (_method, _description, _options) in GRAPHS.items():
             compare(group, method, description, backend, **options)
 
 
+@case("a graph whose lse nothing asks for, by ring", cases=[CASES])
+def _without_lse(group: Any) -> None:
+    plan = parallel.plan(masks.causal(), 24, group, method="ring", **SIZES)
+    rows = [plan.shard(torch.randn(1, heads, 24, 8), 2).requires_grad_() for heads in (4, 2, 2)]
+    graph = compiled(parallel.attention)
+    found = [
+        torch.autograd.grad(call(*rows, plan=plan).square().sum(), rows)
+        for call in (graph, parallel.attention)
+    ]
+    torch.testing.assert_close(*found)
+
+
 @case("a graph of rows of large scores, by ring", cases=[CASES])
 def _large_scores(group: Any) -> None:
     problem = large_score_cases.Dealt("bias", -1e9, torch.float32, 0.5, masked=True)

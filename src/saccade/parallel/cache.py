@@ -237,8 +237,8 @@ class ShardedCache(PagedCache):
         """Output and lse of all ranks' tokens, from every rank's own."""
         packed = output.dim() == 3
         wide = accumulate_dtype(output.dtype)
-        beside = torch.stack([lse, lost], -1).to(wide)
-        own = torch.cat([output.to(wide), beside.transpose(0, 1) if packed else beside], -1)
+        beside = [(each.transpose(0, 1) if packed else each).unsqueeze(-1) for each in (lse, lost)]
+        own = torch.cat([output.to(wide), *beside], -1)
         parts = own.new_empty(self._members.ranks, *own.shape)
         with reporting(self._members, "outputs of all ranks"):
             ALL_GATHER(parts.flatten(0, 1), own, group=self._members.group)

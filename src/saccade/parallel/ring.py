@@ -363,15 +363,18 @@ class _Ring(torch.autograd.Function):
         if query.dtype.itemsize == 2:
             residual = torch.empty_like(rows, dtype=torch.int8).copy_(rounded(output, rows))
         apart = [each for one in found for each in one.own(so_far)]
+        ctx.set_materialize_grads(False)  # with none of the lse, backends may have faster ways
         ctx.call, ctx.steps, ctx.apart = call, steps, len(apart)
         ctx.save_for_backward(query, key, value, rows, lse, residual, sinks, *apart, *tables)
         return rows, lse
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    def backward(ctx: Any, *given: Tensor | None) -> Any:
         call, steps = ctx.call, ctx.steps
         query, key, value, output, lse, residual, sinks, *others = ctx.saved_tensors
         apart, tables = iter(others[: ctx.apart]), others[ctx.apart :]
+        grads = [each for each in given if each is not None]  # for which messages wait
+        of_both = (torch.zeros_like(output) if given[0] is None else given[0]), given[1]
         wide, results = accumulate_dtype(query.dtype), Results(output, lse, residual)
         own = waiting_for(rows_first(joined(key, value)), *grads)
         found = _Sums(
@@ -388,7 +391,7 @@ class _Ring(torch.autograd.Function):
                 first = step is steps[0]
                 for run in step.runs:
                     part = _part(call, step, run, query, rows, sinks if first else None, tables)
-                    of_run = _of_run(run, results, grads, _Own(next(apart), next(apart)))
+                    of_run = _of_run(run, results, of_both, _Own(next(apart), next(apart)))
                     gradients = _gradients(call, step, part, *of_run, tables)
                     of_keys = rows_first(joined(gradients.key, gradients.value))
                     grad_rows.narrow(0, *run.kv).add_(of_keys)
@@ -449,11 +452,12 @@ def _of_run(
         return results, grads
     of_output, of_lse = grads
     of_output = (of_output * own.weight.unsqueeze(-1)).to(of_output.dtype)
-    return results._replace(lse=own.lse), (of_output, of_lse * own.weight)
+    of_lse = None if of_lse is None else of_lse * own.weight
+    return results._replace(lse=own.lse), (of_output, of_lse)
 
 
 def _gradients(
-    call: LocalCall, step: Step, part: _Part, results: Results, grads: Sequence[Tensor],
+    call: LocalCall, step: Step, part: _Part, results: Results, grads: Sequence[Any],
     tables: Sequence[Tensor],
 ) -> Gradients:  # fmt: skip
     """A call's part of all gradients, by the output and lse of all steps."""

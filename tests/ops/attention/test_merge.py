@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import saccade
+from saccade.ops.attention.merge import merged
 
 Parts = tuple[list[torch.Tensor], list[torch.Tensor]]
 
@@ -176,3 +177,23 @@ def test_a_sink_belongs_to_one_part():
     ]
     found = saccade.merge_states(*zip(*parts, strict=True))
     torch.testing.assert_close(found, attend(query, key, value, sinks=sinks), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("size", [-1e9, 1e6, torch.finfo(torch.float32).min, 0.0])
+@pytest.mark.parametrize("apart", [0.0, 300.0])
+def test_what_rounding_took_is_merged(size: float, apart: float) -> None:
+    """Parts of so many keys of one score, which the lse does not tell; apart: how far it is off, as
+    where a score came out otherwise when its sum was computed."""
+    counts = torch.tensor([3.0, 5.0, 0.0, 11.0], dtype=torch.float64)
+    score = torch.tensor(size, dtype=torch.float32).double()
+    lses = (score - apart).float().expand(4).where(counts > 0, -torch.inf)
+    lost = (score - lses.double() + counts.log()).nan_to_num(0.0).float()
+    outputs = torch.randn(4, 1, 7)
+    output, lse, found = merged(outputs, lses[:, None], lost[:, None])
+    assert found is not None
+    weights = (counts / counts.sum()).view(4, 1, 1)
+    rounding = 2.0**-23 * (apart + 4)  # of exponents, in the two sums that make them
+    bound = 2 * rounding * (outputs.double().abs() * weights).sum(0) + 1e-6
+    assert bool(((output.double() - (outputs.double() * weights).sum(0)).abs() <= bound).all())
+    log_sum = lse.double() - score + found.double()
+    assert float((log_sum - counts.sum().log()).abs()) <= 2 * rounding

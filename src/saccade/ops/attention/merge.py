@@ -68,17 +68,15 @@ def merged(
     """
     hidden = lses == -torch.inf
     largest = lses.amax(0).detach()
-    shift = largest.masked_fill(largest == -torch.inf, 0)
-    exponents, above = lses - shift, 0
+    empty = largest == -torch.inf
+    shift, above = largest.masked_fill(empty, 0), 0
+    exponents = lses - shift
     if lost is not None:
         exponents = exponents + lost
-        above = exponents.amax(0)
-        above = above.masked_fill(above == -torch.inf, 0)
+        above = exponents.amax(0).masked_fill(empty, 0)
         exponents = exponents - above
     weights = exponents.exp()
-    total = weights.sum(0)
-    empty = total == 0
-    total = total.masked_fill(empty, 1)
+    total = weights.sum(0).masked_fill(empty, 1)
     log_sum = above + total.log()
     lse = (shift + log_sum).masked_fill(empty, -torch.inf)
     read = outputs.to(lse.dtype).masked_fill(hidden.unsqueeze(-1), 0)  # selected away
