@@ -114,9 +114,11 @@ test-newest: $(DEV_STAMP) $(NEWEST_STAMP) ## run a sample of the tests by the ne
 	@PYTHONPATH=$(NEWEST) OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(PYTEST) \
 	    -m "not gpu and not training and not slow" $$($(BIN)/python tools/try_stack.py --list-sample) $(ARGS)
 
-# Each case trains in processes of its own, three times: some minutes, and not a part of CI.
+# Each case trains in processes of its own, three times: some minutes, and not a part of CI. None of
+# them is waited for longer than 5 minutes; where pytest itself stands longer than three of them may
+# take together, it says where.
 test-training: $(TRAINING_STAMP) ## train tiny models by the tools that people use, and compare with sdpa
-	@$(PYTEST) --dist load -m "not gpu" -rs tests/training $(ARGS)
+	@$(PYTEST) --dist load -o faulthandler_timeout=960 -m "not gpu" -rs tests/training $(ARGS)
 
 # The report's page is tested in a headless Chromium. Debian has one without a desktop's parts; pip
 # has none, and what other packages fetch comes from neither. A machine's own packages are touched

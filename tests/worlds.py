@@ -6,7 +6,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal
 
+import programs
 import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
@@ -68,12 +68,8 @@ def answers_of(
     program: Sequence[str], folder: Path, worlds: Sequence[int], seconds: float
 ) -> dict[tuple[int, int], dict[str, str]]:
     """What each rank of each world says of each case of a program: "" or what went wrong."""
-    done = subprocess.run(
-        [sys.executable, "-W", "error::FutureWarning", program[0], str(folder), *program[1:]],
-        capture_output=True, text=True,
-        timeout=seconds, env={**os.environ, "OMP_NUM_THREADS": "1"}, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, "-W", "error::FutureWarning", program[0], str(folder), *program[1:]]
+    programs.run(command, seconds, {**os.environ, "OMP_NUM_THREADS": "1"})
     return {
         (world, rank): json.loads((folder / f"found.{world}.{rank}").read_text("utf-8"))
         for world in worlds

@@ -5,12 +5,12 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 
@@ -61,12 +61,8 @@ REFUSED_IN_GRAPHS = {
 
 def said_by(folder: Path, worlds: Sequence[int], *program: str) -> dict[tuple[int, int], Any]:
     """What each rank of each world says of each model."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(PROGRAM), str(folder), *program], capture_output=True, text=True,
-        timeout=300, env=environment, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, str(PROGRAM), str(folder), *program]
+    programs.run(command, 300, {**os.environ, "OMP_NUM_THREADS": "1"})
     return {
         (world, rank): json.loads(Path(folder / f"trained.{world}.{rank}").read_text("utf-8"))
         for world in worlds

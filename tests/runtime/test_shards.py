@@ -2,9 +2,9 @@
 
 import json
 import os
-import subprocess
 import sys
 
+import programs
 import pytest
 import shard_cases
 import torch
@@ -21,12 +21,8 @@ LIMIT_SECONDS = 300
 def answers(tmp_path_factory):
     """What each of the two processes says of each case: "" or what went wrong."""
     folder = tmp_path_factory.mktemp("shards")
-    done = subprocess.run(
-        [sys.executable, shard_cases.__file__, str(folder)],
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True,
-        timeout=LIMIT_SECONDS, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, shard_cases.__file__, str(folder)]
+    programs.run(command, LIMIT_SECONDS, {**os.environ, "OMP_NUM_THREADS": "1"})
     files = [folder / f"found.{rank}" for rank in range(shard_cases.WORLD)]
     return [json.loads(file.read_text(encoding="utf-8")) for file in files]
 

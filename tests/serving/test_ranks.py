@@ -3,12 +3,12 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import launched
+import programs
 import pytest
 import rank_cases
 import torch
@@ -27,12 +27,8 @@ LIMIT_SECONDS = 300
 def answers(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     """What each rank says of each case: "" or what went wrong."""
     folder = tmp_path_factory.mktemp("ranks")
-    program = [sys.executable, rank_cases.__file__, str(folder)]
-    done = subprocess.run(
-        program, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    command = [sys.executable, rank_cases.__file__, str(folder)]
+    programs.run(command, LIMIT_SECONDS, {**os.environ, "OMP_NUM_THREADS": "1"})
     return [
         json.loads((folder / f"found.{rank}").read_text("utf-8"))
         for rank in range(rank_cases.WORLD)

@@ -10,11 +10,11 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import programs
 import pytest
 import torch
 
@@ -37,7 +37,7 @@ BY_TWO = (
 )  # fmt: skip
 IN_BFLOAT16 = ("trl.", "peft.sft", "trainer.mixed", "lightning.mixed", "distributed.fsdp2_mixed")
 NEEDS_TORCH_ALONE = "distributed.fsdp2"  # so make test-slow runs it
-MINUTES = 10  # for one training; the longest compiles for one
+MINUTES = 5  # for one training; the longest takes one where others fill the machine
 
 sys.path.insert(0, str(HERE))
 from trained import distance  # noqa: E402
@@ -61,11 +61,7 @@ def started(command: list[str], folder: Path) -> None:
     own = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1",
            "HF_HOME": str(folder / "home"), "OMP_NUM_THREADS": "1"}  # fmt: skip
     inherited = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ended = subprocess.run(
-        command, env=inherited | own, cwd=folder, capture_output=True, text=True,
-        timeout=60 * MINUTES,
-    )  # fmt: skip
-    assert ended.returncode == 0, f"{' '.join(command)}\n{ended.stdout}\n{ended.stderr}"
+    programs.run(command, 60 * MINUTES, inherited | own, folder)
 
 
 def compare(case: str, folder: Path, processes: int = 1, attends: str = "saccade") -> None:
