@@ -5,8 +5,10 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -412,6 +414,85 @@ def test_complaints_of_arguments():
     assert cache.length(sequence) == 3
     wanted = cache.attend(0, query, [sequence])
     assert cache.attend(0, query, torch.tensor([sequence])).equal(wanted)
+    cache.check()
+
+
+@pytest.mark.parametrize("number", [True, 1.0, None, "1", [1], (1,), torch.tensor(1)])
+def test_what_is_no_number_of_a_sequence_ends_none(number):
+    cache: Any = cache_of(host_pages=4)
+    sequences = [cache.allocate() for _ in range(2)]  # 0 and 1, which True and 1.0 are equal to
+    cache.append(dict.fromkeys(sequences, 3))
+    calls: list[Callable[[], Any]] = [
+        partial(getattr(cache, name), number)
+        for name in (
+            "free", "fork", "commit", "forget", "length", "page_numbers", "sequence_statistics",
+            "swap_out", "swap_in",
+        )
+    ]  # fmt: skip
+    calls += [
+        lambda: cache.trim(number, 1),
+        lambda: cache.name(number, [1]),
+        lambda: cache.state_borders(number, 4),
+        lambda: cache.tables([number]),
+        lambda: cache.attend(0, torch.ones(1, 4, 1, 8), [number]),
+    ]
+    if not isinstance(number, list):  # which no mapping takes
+        calls.append(lambda: cache.append({number: 1}))
+    for call in calls:
+        with pytest.raises(TypeError, match=r"sequence: got .*, takes the number that allocate or"):
+            call()
+    assert [cache.length(each) for each in sequences] == [3, 3]
+    cache.check()
+
+
+def test_numbers_of_numpy_are_numbers_of_sequences():
+    cache: Any = cache_of()
+    sequence = np.int64(cache.allocate())
+    cache.append({sequence: 3})
+    assert cache.length(sequence) == cache.length(0) == 3
+    cache.free(sequence)
+    cache.check()
+
+
+@pytest.mark.parametrize("tokens", [b"ab", "ab", {1, 2}, {1: 2}, 5, None, torch.tensor(1)])
+def test_tokens_without_an_order_or_of_text_are_refused(tokens):
+    cache: Any = cache_of()
+    sequence = cache.allocate([1, 2, 3])
+    cache.append({sequence: [1, 2, 3]})
+    calls = [lambda: cache.allocate(tokens), lambda: cache.name(sequence, tokens)]
+    if not isinstance(tokens, int):  # which is how many
+        calls.append(lambda: cache.append({sequence: tokens}))
+    for call in calls:
+        with pytest.raises(TypeError, match=r"tokens: got .*, takes several whole numbers"):
+            call()
+    assert (cache.length(sequence), cache.statistics().sequences) == (3, 1)
+
+
+def test_complaints_of_options():
+    cache: Any = cache_of()
+    sequence = cache.allocate()
+    slots = cache.append({sequence: 3})
+    rows, query = torch.ones(3, 2, 8), torch.ones(1, 4, 1, 8)
+    complaints: dict[str, tuple[type[Exception], Callable[[], Any]]] = {
+        "spare: got int, takes a list of None or whole numbers, one for each of 1 groups": (
+            TypeError, lambda: cache.append({sequence: 1}, spare=5)),
+        "spare: got 2 of them": (
+            ValueError, lambda: cache.append({sequence: 1}, spare=[None, None])),
+        "spare: got 1.0": (TypeError, lambda: cache.append({sequence: 1}, spare=[1.0])),
+        "spare: got -1": (ValueError, lambda: cache.append({sequence: 1}, spare=[-1])),
+        "keep: got int": (TypeError, lambda: cache.append({sequence: 1}, keep=5)),
+        "slots: got NoneType, takes int64 .tokens., or a list of 1 such": (
+            TypeError, lambda: cache.write(0, rows, rows, None)),
+        "slots: got list": (TypeError, lambda: cache.write(0, rows, rows, slots.tolist())),
+        "key_scales: got it as an option": (
+            TypeError, lambda: cache.write(0, rows, rows, slots, key_scales=None)),
+        "kv_lens: got it as an option, takes none": (
+            TypeError, lambda: cache.attend(0, query, [sequence], kv_lens=torch.tensor([3]))),
+    }  # fmt: skip
+    for said, (error, call) in complaints.items():
+        with pytest.raises(error, match=said):
+            call()
+    assert cache.length(sequence) == 3
     cache.check()
 
 

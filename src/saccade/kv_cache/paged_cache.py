@@ -6,7 +6,7 @@ import array
 import itertools
 import operator
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -309,7 +309,9 @@ class PagedCache:
     ) -> Any:
         """`append` whose slots are plain numbers: nothing waits for the device."""
         new = _new_tokens(tokens)
-        spares = [None] * len(self.groups) if spare is None else spare
+        spares = [None] * len(self.groups) if spare is None else _spares(spare, len(self.groups))
+        if keep and not isinstance(keep, Collection):
+            raise TypeError(f"keep: got {type(keep).__name__}, takes a list or set of sequences")
         growths = [
             GroupGrowth(group, new, spared, keep)
             for group, spared in zip(
@@ -335,6 +337,7 @@ class PagedCache:
             ValueError: for more tokens than it has.
         """
         held = [group.find(sequence) for group in self._everything]
+        _check_order(tokens)
         if len(tokens) > held[0].length:
             raise ValueError(f"tokens: got {len(tokens)}, takes at most {held[0].length}")
         fresh = [_token_list(tokens[len(each.tokens) :]) for each in held]
@@ -471,9 +474,10 @@ class PagedCache:
         That is after its last full page that others can find (one token is left to compute), and
         where pages were known of its beginning but no state.
         """
+        held = self._everything[-1].find(sequence)
+        check_whole_number("length", length, least=0)
         if not any(group.prefix_caching for group in self._states):
             return []
-        held = self._everything[-1].find(sequence)
         last = max(length - 1, 0) // self._tokens_of_page * self._tokens_of_page
         return sorted({each for each in (held.known, last) if held.length < each <= last})
 
@@ -490,8 +494,10 @@ class PagedCache:
         """`saccade.write_kv_cache` into a layer's pages; slots as `append` gave them. Where values
         are the first channels of keys, value is None."""
         pages = self.pages(layer)
-        slots = slots if isinstance(slots, Tensor) else slots[self._address(layer).group]
+        if not isinstance(slots, Tensor):
+            slots = _of_group(slots, self._address(layer).group, len(self.groups))
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        _check_own(options, scales)
         if self.latent and value is not None:
             raise TypeError("value: got a tensor, takes None: values are a part of keys here")
         if value is None and not self.latent:
@@ -513,6 +519,7 @@ class PagedCache:
             seen, mask = window_mask(group.window), options.get("mask")
             options["mask"] = seen if mask is None else as_mask(mask) & seen
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
+        _check_own(options, scales)
         return attention_paged(
             query, pages.key_pages, pages.value_pages, *self._known_tables(layer, sequences),
             **scales, **options,
@@ -641,6 +648,28 @@ class PagedCache:
         return found if self._grouped else found[0]
 
 
+TABLES = "key_pages", "value_pages", "page_table", "kv_lens"
+
+
+def _check_own(options: Mapping[str, Any], scales: Mapping[str, Any]) -> None:
+    """Refuse options that are the cache's own to give."""
+    for name in options:
+        if name in scales or name in TABLES:
+            raise TypeError(f"{name}: got it as an option, takes none here: the cache has its own")
+
+
+def _of_group(slots: Any, number: int, groups: int) -> Tensor:
+    """A group's slots, of a list with those of each.
+
+    Raises:
+        TypeError: for what is no such list.
+    """
+    if not isinstance(slots, (list, tuple)) or len(slots) != groups:
+        several = f"a list of {groups} such, one for each group of layers"
+        raise TypeError(f"slots: got {type(slots).__name__}, takes int64 [tokens], or {several}")
+    return slots[number]
+
+
 def _several(sequences: Any) -> list[int]:
     """Numbers of sequences in a list.
 
@@ -717,6 +746,22 @@ def _new_tokens(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:
     return found
 
 
+def _spares(spare: object, groups: int) -> list[int | None]:
+    """For each group of layers None, or how many of its new tokens may be trimmed.
+
+    Raises:
+        TypeError, ValueError: naming `spare`.
+    """
+    takes = f"a list of None or whole numbers, one for each of {groups} groups of layers"
+    if isinstance(spare, (str, bytes)) or not isinstance(spare, Sequence):
+        raise TypeError(f"spare: got {type(spare).__name__}, takes {takes}")
+    if len(spare) != groups:
+        raise ValueError(f"spare: got {len(spare)} of them, takes {takes}")
+    for each in spare:
+        check_whole_number("spare", 0 if each is None else each, least=0)
+    return [*spare]
+
+
 def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
     """Tokens as whole numbers of Python's own.
 
@@ -724,14 +769,23 @@ def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
         TypeError: for what are no whole numbers, True and False among them.
         ValueError: for numbers below 0 or above 2^63 - 1.
     """
+    _check_order(tokens)
     several: Any = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    if not isinstance(several, Iterable):
-        raise TypeError(f"tokens: got {type(tokens).__name__}, takes several whole numbers")
     found = [_token(token) for token in several]
     if found and not (min(found) >= 0 and max(found) <= LARGEST_TOKEN):
         got = min(found) if min(found) < 0 else max(found)
         raise ValueError(f"tokens: got {got}, takes 0 to 2^63 - 1")
     return found
+
+
+def _check_order(tokens: object) -> None:
+    """Refuse what holds no tokens in an order, or is text, whose bytes are no tokens."""
+    if (
+        not isinstance(tokens, Iterable)
+        or isinstance(tokens, (str, bytes, bytearray, Set, Mapping))
+        or (isinstance(tokens, Tensor) and tokens.dim() == 0)
+    ):
+        raise TypeError(f"tokens: got {type(tokens).__name__}, takes several whole numbers")
 
 
 def _token(token: object) -> int:

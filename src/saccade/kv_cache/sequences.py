@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
+from torch import Tensor
+
 from saccade.kv_cache.pool import PagePool, PrefixEntry, PrefixIndex, at_once
 from saccade.kv_cache.storage import Memory
 
@@ -123,6 +125,8 @@ class Group:
 
     def find(self, sequence: int, *, on_device: bool = True) -> PageList:
         """A sequence by its number."""
+        if type(sequence) is not int:  # equal hashes would find it by True and 1.0, too
+            _check_number(sequence)
         held = self.sequences.get(sequence)
         if held is None:
             raise KeyError(f"sequence: got {sequence}, takes one that was allocated and not freed")
@@ -211,6 +215,17 @@ class Group:
     def unseen(self, position: int) -> int:
         """How many of the first pages no token from `position` on sees through the window."""
         return 0 if self.window is None else max(position - self.window, 0) // self.page_size
+
+
+def _check_number(sequence: object) -> None:
+    """Refuse what is no number of a sequence."""
+    if isinstance(sequence, (bool, Tensor)) or not hasattr(sequence, "__index__"):
+        got = repr(sequence) if isinstance(sequence, (bool, float, str)) else _kind(sequence)
+        raise TypeError(f"sequence: got {got}, takes the number that allocate or fork gave")
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else type(value).__name__
 
 
 # ---- changes -------------------------------------------------------------------------------------
