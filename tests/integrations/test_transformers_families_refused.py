@@ -5,6 +5,7 @@ import inspect
 import pathlib
 import re
 import sys
+from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
@@ -188,8 +189,16 @@ REMADE = {
 }
 
 
+@pytest.fixture(params=["no mode", "inference mode"])
+def mode(request) -> Iterator[None]:
+    """In inference mode operators reach a mask whole that are otherwise made of others."""
+    with torch.inference_mode(request.param == "inference mode"):
+        yield
+
+
 @pytest.mark.parametrize("which", masks())
 @pytest.mark.parametrize("use", NUMBERS)
+@pytest.mark.usefixtures("mode")
 def test_mask_is_no_number(use, which):
     with pytest.raises(ValueError, match=r"got 'saccade' for no model, whose code computes with"):
         NUMBERS[use](masks()[which])
@@ -197,6 +206,7 @@ def test_mask_is_no_number(use, which):
 
 @pytest.mark.parametrize("which", masks())
 @pytest.mark.parametrize("use", ASKED)
+@pytest.mark.usefixtures("mode")
 def test_mask_chooses_as_a_bool_tensor_does(use, which):
     mask = masks()[which]
     got, wanted = ASKED[use](mask), ASKED[use](mask.written_out())
@@ -205,6 +215,7 @@ def test_mask_chooses_as_a_bool_tensor_does(use, which):
 
 @pytest.mark.parametrize("which", masks())
 @pytest.mark.parametrize("use", REMADE)
+@pytest.mark.usefixtures("mode")
 def test_mask_of_a_mask_is_a_mask(use, which):
     mask = masks()[which]
     got = REMADE[use](mask)

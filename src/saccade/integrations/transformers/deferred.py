@@ -152,6 +152,10 @@ class MaskTensor(Deferred):
         if packet in STAYS_A_MASK and sound:
             result = super().__torch_dispatch__(func, types, args, kwargs)
             return tree_map_only(Tensor, functools.partial(_made_of, func, masks), result)
+        # In inference mode operators come here whole that are made of others (reshape, to, &).
+        made = func.decompose(*args, **(kwargs or {}))
+        if made is not NotImplemented:
+            return made
         raise ValueError(complaint(f"torch.ops.{func}"))
 
     def __setitem__(self, index: Any, value: Any) -> None:
