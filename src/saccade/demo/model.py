@@ -17,6 +17,7 @@ from jaxtyping import Float, Int, UInt8
 from torch import Tensor, nn
 
 import saccade
+from saccade.serving.token_text import byte_characters
 
 VOCABULARY = 256
 ROTARY_BASE = 10_000.0
@@ -408,16 +409,6 @@ def write_safetensors(weights: dict[str, Tensor], path: Path) -> None:
     numbers = torch.cat([weight.flatten() for weight in weights.values()])
     content = bytes(numbers.view(torch.uint8).tolist())
     path.write_bytes(len(described).to_bytes(8, "little") + described + content)
-
-
-def byte_characters() -> list[str]:
-    """The character by which a byte-level tokenizer writes each byte (Radford et al. 2019).
-
-    Printable bytes stand for themselves, all others for characters from 256 on, in order.
-    """
-    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
-    others = iter(range(256, 512))
-    return [chr(byte if byte in printable else next(others)) for byte in range(256)]
 
 
 def byte_tokenizer() -> dict[str, Any]:

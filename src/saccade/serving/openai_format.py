@@ -8,15 +8,17 @@ Source: OpenAI's API reference, completions and chat completions.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from saccade.serving.decoding import Tokenizer
 from saccade.serving.request import Prompt, RequestOptions, TokenLogprob, read_text
+from saccade.serving.token_text import Offsets, text_of
 
 LEAST_LOGPROB = -9999.0  # in the place of -inf, which JSON does not have
 MOST_PROMPTS = 128  # of one body
@@ -324,7 +326,9 @@ class Answer:
         )
         if asked.chat and asked.stream:
             kind += ".chunk"
-        self._offsets: Counter[int] = Counter()  # of each choice's text, where its tokens begin
+        self._text_of = functools.cache(functools.partial(text_of, tokenizer))
+        # Of each choice's text, where its tokens begin.
+        self._offsets = defaultdict[int, Offsets](lambda: Offsets(self._shown, self._text_of))
         self._head = {
             "id": f"{prefix}-{number}", "object": kind, "created": created, "model": name,
         }  # fmt: skip
@@ -382,26 +386,28 @@ class Answer:
                     for one in logprobs
                 ]
             }
-        tokens, offsets = [self._text(one.token) for one in logprobs], list[int]()
-        for text in tokens:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += len(text)
         return {
-            "tokens": tokens,
+            "tokens": [self._name(one.token) for one in logprobs],
             "token_logprobs": [_finite(one.logprob) for one in logprobs],
             "top_logprobs": [
-                {self._text(token): _finite(logprob) for token, logprob in one.likeliest}
+                {self._name(token): _finite(logprob) for token, logprob in one.likeliest}
                 for one in logprobs
             ],
-            "text_offset": offsets,
+            "text_offset": [self._offsets[index].add(one.token) for one in logprobs],
         }
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        text = self._text(token)
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(text.encode())}
+        found = self._text_of(token)
+        of_bytes = None if found.data is None else list(found.data)
+        return {"token": found.escaped, "logprob": _finite(logprob), "bytes": of_bytes}
 
-    def _text(self, token: int) -> str:
-        return self._tokenizer.decode([token])
+    def _shown(self, token: int) -> str:
+        return self._tokenizer.decode([token], skip_special_tokens=True)
+
+    def _name(self, token: int) -> str:
+        """A token where it stands without its bytes; parts of characters are told apart."""
+        found = self._text_of(token)
+        return found.text if found.escaped == found.text else f"bytes:{found.escaped}"
 
 
 def _finite(logprob: float) -> float:
