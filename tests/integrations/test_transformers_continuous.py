@@ -4,7 +4,9 @@ import inspect
 from typing import Any
 
 import pytest
+import tiny_models
 import torch
+import transformers
 from tiny_models import model, tokens
 from transformers import ContinuousBatchingConfig, GenerationConfig
 
@@ -61,6 +63,33 @@ def test_batch_gives_what_each_prompt_gives_alone(name, monkeypatch):
         row = tiny.generate(torch.tensor([prompt]), max_new_tokens=10, do_sample=False)[0]
         alone.append(row[len(prompt) :].tolist())
     assert got == sorted(alone)
+
+
+@pytest.mark.skipif(not NEWER, reason="5.17's cache reads windows off layer types alone")
+def test_windows_that_layers_do_not_tell_are_those_of_the_cache():
+    """All layers of Phi-MoE slide by the model's masks, of which there are none in a batch."""
+    config = transformers.PhimoeConfig(**tiny_models.SIZES, num_local_experts=4, sliding_window=8)
+    torch.manual_seed(0)
+    tiny = tiny_models.sharpened(transformers.PhimoeForCausalLM(config))
+    found = {}
+    for implementation in ("eager", "saccade"):
+        tiny.set_attn_implementation(implementation)
+        outputs = tiny.generate_batch(
+            inputs=prompts(),
+            generation_config=GenerationConfig(
+                max_new_tokens=10, do_sample=False, eos_token_id=-1, pad_token_id=0
+            ),
+            continuous_batching_config=ContinuousBatchingConfig(auto_switch_to_flash=False),
+            progress_bar=False,
+        )
+        found[implementation] = sorted(output.generated_tokens for output in outputs.values())
+    assert found["saccade"] == found["eager"]
+
+
+def test_a_mask_of_a_layers_own_is_refused_in_a_batch():
+    row, own = torch.zeros(1, 1, 2, 4), torch.zeros(1, 1, 2, 2)
+    with pytest.raises(ValueError, match="floating-point mask of its own"):
+        attention.attention_forward(torch.nn.Module(), row, row, row, own, cache=object())
 
 
 @pytest.mark.skipif(not NEWER, reason="transformers 5.17 lets any attention pass")

@@ -109,6 +109,36 @@ def test_weak_convolutions_are_found_out_too(no_states):
         saccade.Engine(model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("phimoe", "of whose 256 tokens the last one sees 8 by the mask, and 256 by what it tells"),
+        ("doge", "floating-point mask of its own"),
+    ],
+)
+def test_layers_whose_mask_is_another_than_they_tell_are_refused(kind, message):
+    with pytest.raises(ValueError, match=message):
+        saccade.Engine(tiny(kind, {"sliding_window": 8}), num_pages=8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_that_a_layer_hides_by_itself_are_found_out(dtype, monkeypatch):
+    layer = transformers.models.llama.modeling_llama.LlamaAttention
+    forward = layer.forward
+
+    def of_even_keys(self: Any, *rows: Any, attention_mask: Any, **options: Any) -> Any:
+        odd = torch.arange(attention_mask.shape[-1]) % 2 == 1
+        if attention_mask.dtype == torch.bool:
+            shown = attention_mask & ~odd
+        else:
+            shown = attention_mask.masked_fill(odd, torch.finfo(attention_mask.dtype).min)
+        return forward(self, *rows, attention_mask=shown, **options)
+
+    monkeypatch.setattr(layer, "forward", of_even_keys)
+    with pytest.raises(ValueError, match="LlamaForCausalLM, whose logits differ by"):
+        saccade.Engine(tiny("llama", {}).to(dtype), num_pages=8)
+
+
 def test_positions_that_a_model_counts_otherwise_are_found_out():
     with pytest.raises(ValueError, match="RobertaForCausalLM, whose logits differ by"):
         saccade.Engine(tiny("roberta", {"is_decoder": True}))

@@ -16,6 +16,7 @@ import re
 import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -168,6 +169,7 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         if not getattr(saccade_step, "layers_are_checked", False):
             refused = 0.0 if takes_dropout else dropout
             _check_told(module, causal, sliding_window, refused, position_bias)
+            _check_mask(module, attention_mask, sliding_window)
         if takes_dropout:
             shared["dropout_p"] = float(dropout)
         windowed = sliding_window is not None
@@ -175,8 +177,9 @@ def attention_forward(  # breaks function-length: most of it is the docstring
         layer: Any = module.layer_idx
         return saccade_step.attend(layer, query, key, value, score=cap, **shared), None
     if options.get("cache") is not None:  # transformers' own continuous batching
-        window = sliding_window or getattr(module, "sliding_window", None)
+        window = _window_of_batch(module, sliding_window)
         _check_told(module, True, window, dropout, position_bias)
+        _check_mask(module, attention_mask, window)
         shared |= {"mask": sliding_window_mask(window, causal=True), "score": cap}
         return attend_batch(module, query, key, value, options, **shared), None
     mask, bias = _mask_and_bias(attention_mask, query, key, causal, sliding_window)
@@ -285,6 +288,16 @@ def continuous_forward(*tensors: Any, **options: Any) -> tuple[Tensor, None]:
             "attn_implementation: got 'paged|saccade' outside of generate_batch, takes 'saccade'"
         )
     return attention_forward(*tensors, **options)
+
+
+def _window_of_batch(module: Any, sliding_window: int | None) -> int | None:
+    """The window of a layer in `generate_batch`, whose cache keeps no more than that: as the layer
+    says, or as the cache reads it off a config without layer types."""
+    window = sliding_window or getattr(module, "sliding_window", None)
+    config = getattr(module, "config", None)
+    if window is None and getattr(config, "layer_types", None) is None:
+        window = getattr(config, "sliding_window", None)
+    return window
 
 
 def attend_batch(
@@ -416,6 +429,44 @@ def _check_told(
         raise ValueError(
             "saccade_step: got a sliding layer that names no sliding_window, takes one"
         )
+
+
+LONGEST = 2**20  # positions that a mask is asked for at most
+# Layers whose masks are what they tell steps, by id: whether they equal others is theirs to say.
+_as_told: WeakValueDictionary[int, torch.nn.Module] = WeakValueDictionary()
+
+
+def _check_mask(module: torch.nn.Module, attention_mask: Any, window: int | None) -> None:
+    """Refuse a layer whose mask hides or adds what a step is not told: it is asked once for a row
+    behind all others.
+
+    Raises:
+        ValueError: for such a layer.
+    """
+    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+        raise ValueError(
+            "saccade_step: got a layer with a floating-point mask of its own, takes layers that "
+            "pass on what the mask function made"
+        )
+    if not isinstance(attention_mask, LazyMask) or _as_told.get(id(module)) is module:
+        return
+    request = attention_mask.request
+    named = getattr(getattr(module, "config", None), "max_position_embeddings", None)
+    last = min(named or LONGEST, LONGEST)
+    keys = torch.arange(last, device=request.device)
+    alone = torch.zeros((), dtype=torch.int64, device=request.device)
+    try:
+        seen = request.mask_function(alone, alone, keys[-1], keys)
+    except Exception:  # packed rows, say, of which it has a table
+        return
+    told = torch.ones_like(keys, dtype=torch.bool) if window is None else keys >= last - window
+    if isinstance(seen, Tensor) and not torch.equal(seen.expand_as(told), told):
+        raise ValueError(
+            f"saccade_step: got a layer of whose {last} tokens the last one sees {int(seen.sum())} "
+            f"by the mask, and {int(told.sum())} by what it tells (sliding_window is {window}), "
+            "takes one that tells what its mask is"
+        )
+    _as_told[id(module)] = module
 
 
 NAME = "saccade"
