@@ -15,6 +15,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import transformers
 from tiny import Run
 from torch._dynamo.comptime import comptime
@@ -64,6 +65,9 @@ def main(case: str, attends: str, file: str) -> None:
     trained = trains(Run("sdpa" if exact else attends, exact))
     if os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0")) == "0":
         torch.save({**trained._asdict(), "calls": CALLS[0]}, file)
+    if dist.is_available() and dist.is_initialized():  # as most tools leave it
+        dist.barrier()  # or one process would end, with its connections, while another needs them
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ def merge_states(
         (output, lse) of the union. A part that saw nothing (lse -inf) counts for nothing, its
         output is not read; a row that no part saw anything for gives 0 and -inf. Sums are
         float32 (float64 for float64); differentiable in both arguments. A sink counts once for
-        each part it was passed to: pass sinks to one part only.
+        each part it was passed to: pass sinks to one part only. An lse of 1e9 or -1e9 has no room
+        for the log of a sum: where all scores of a row are so large, parts weigh alike.
 
     Raises:
         TypeError, ValueError: naming the argument, what it got and what it takes.
