@@ -138,6 +138,11 @@ def check_tensor(
         raise ValueError(f"{name}: got {tensor.device}, takes query's {device}")
 
 
+def contiguous(numbers: Tensor | None) -> Tensor | None:
+    """Numbers of heads, sequences or offsets one after the other, as kernels read them."""
+    return None if numbers is None else numbers.contiguous()
+
+
 DENSE_SHAPES = {
     "query": "[batch, query_heads, query_len, head_dim]",
     "key": "[batch, kv_heads, kv_len, head_dim]",

@@ -175,6 +175,8 @@ def find_packed(
     layout = _layout_of(query, key, value, *options)
     if layout is None or values_readable(ends) or values_readable(of_keys):
         return None, None
+    if not (ends.is_contiguous() and of_keys.is_contiguous()):  # validation copies them
+        return None, None
     layout = (
         *layout, ends.shape, of_keys.shape, ends.stride(), of_keys.stride(), ends.dtype,
         of_keys.dtype, ends.device, of_keys.device, ends is of_keys, longest, *map(type, longest),
@@ -358,8 +360,12 @@ def key_of_any(
         return None
     if any([tensor is not None and values_readable(tensor) for tensor in read]):
         return None
-    if any([tensor is not None and tensor.is_neg() for tensor in tensors]):  # see `deferred`
-        return None
+    for tensor in tensors:
+        if tensor is not None:
+            if tensor.is_neg():  # see `deferred`
+                return None
+            if tensor.dim() == 1 and not tensor.is_contiguous():  # validation copies those
+                return None
     layouts = [
         None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
         for tensor in tensors

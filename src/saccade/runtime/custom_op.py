@@ -423,13 +423,13 @@ def mapped(size: int, in_dims: Sequence[Any], tensors: Sequence[Any], call: Any)
     """vmap by a loop over the mapped dimension: exact whatever a mask makes of its batch index."""
     results = []
     for index in range(size):
+        parts = [
+            tensor if dim is None or tensor is None else tensor.select(dim, index)
+            for tensor, dim in zip(tensors, in_dims, strict=True)
+        ]
+        # Of heads, sequences or offsets, kernels read numbers that follow each other.
         results.append(
-            call(
-                [
-                    tensor if dim is None or tensor is None else tensor.select(dim, index)
-                    for tensor, dim in zip(tensors, in_dims, strict=True)
-                ]
-            )
+            call([p.contiguous() if p is not None and p.dim() == 1 else p for p in parts])
         )
     stacked = tuple(
         None if parts[0] is None else torch.stack(parts) for parts in zip(*results, strict=True)

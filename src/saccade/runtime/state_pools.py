@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from saccade.runtime.arguments import integers, values_readable
@@ -11,7 +12,7 @@ from saccade.runtime.arguments import integers, values_readable
 
 def check_own_memory(name: str, tensor: Tensor) -> None:
     """Refuse a tensor of which several numbers share their memory, or memory holds the negative."""
-    if tensor.is_neg():
+    if not torch.compiler.is_compiling() and tensor.is_neg():  # Dynamo does not follow it
         raise ValueError(
             f"{name}: got the negative of what its memory holds, as z.conj().imag is, takes a "
             "tensor that memory holds as it is, such as its clone"
@@ -61,4 +62,4 @@ def check_index(pool: Tensor, query: Tensor, state_index: Tensor | None) -> Tens
             raise ValueError(f"state_index: got {low} to {high}, takes 0 to {pool.shape[0] - 1}")
         if state_index.unique().numel() != state_index.numel():
             raise ValueError("state_index: got an entry twice, takes different entries")
-    return state_index.long()
+    return state_index.long().contiguous()

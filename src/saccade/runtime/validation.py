@@ -114,6 +114,8 @@ def prepare(
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         longest = check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        cu_seqlens_q, cu_seqlens_k = contiguous_pair(cu_seqlens_q, cu_seqlens_k)
+    sinks = arguments.contiguous(sinks)
     inputs = Inputs(query, key, value, sinks, None, cu_seqlens_q, cu_seqlens_k)
 
     extents = arguments.extents_of(inputs, longest)
@@ -182,6 +184,7 @@ def prepare_paged(
     arguments.check_sinks(inputs.sinks, query)
     arguments.check_flag("return_lse", return_lse)
     arguments.check_flag("batch_invariant", batch_invariant)
+    inputs = _with_contiguous_numbers(inputs)
     scale = arguments.resolve_scale(scale, query.shape[-1])
     _check_score_range(inputs, scale)
     config = arguments.resolve_config(config, query.device)
@@ -215,6 +218,12 @@ def prepare_paged(
     return inputs, variant, problem, config
 
 
+def _with_contiguous_numbers(inputs: PagedInputs) -> PagedInputs:
+    """Sinks and offsets one after the other in memory."""
+    sinks, offsets = arguments.contiguous(inputs.sinks), arguments.contiguous(inputs.cu_seqlens_q)
+    return inputs._replace(sinks=sinks, cu_seqlens_q=offsets)
+
+
 def _check_score_range(inputs: PagedInputs, scale: float) -> None:
     """Refuse scales of e4m3 queries by which scores may leave float32, before keys' scales."""
     found = inputs.query_scale
@@ -245,6 +254,12 @@ def check_packing(
         arguments.check_max_length("max_seqlen_q", max_seqlen_q, cu_seqlens_q),
         arguments.check_max_length("max_seqlen_k", max_seqlen_k, cu_seqlens_k),
     )
+
+
+def contiguous_pair(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> tuple[Tensor, Tensor]:
+    """Offsets one after the other in memory; one tensor for both, where they are one."""
+    found = cu_seqlens_q.contiguous()
+    return found, found if cu_seqlens_k is cu_seqlens_q else cu_seqlens_k.contiguous()
 
 
 def with_seed(inputs: Inputs, variant: Variant) -> Inputs:

@@ -20,7 +20,13 @@ from saccade.runtime.fp8_spec import (
     num_slots,
 )
 from saccade.runtime.spec import KernelConfig, Problem, Variant
-from saccade.runtime.validation import cast, check_packing, problem_of, variant_for
+from saccade.runtime.validation import (
+    cast,
+    check_packing,
+    contiguous_pair,
+    problem_of,
+    variant_for,
+)
 from saccade.scores import AnyScore
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -80,6 +86,7 @@ def prepare(
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
         longest = check_packing(query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        cu_seqlens_q, cu_seqlens_k = contiguous_pair(cu_seqlens_q, cu_seqlens_k)
         sequences = cu_seqlens_q.shape[0] - 1
     quantisation = _quantisation(query, fp8)
     kv_heads = key.shape[1]
@@ -89,6 +96,7 @@ def prepare(
         check_scale("value_scale", fp8.value_scale, value, sequences),
     )
     _check_score_range(scales[0], scales[1], scale, query.shape[-1])
+    sinks = arguments.contiguous(sinks)
     inputs = Fp8Inputs(query, key, value, *scales, sinks, cu_seqlens_q, cu_seqlens_k)
     extents = arguments.extents_of(inputs, longest)  # type: ignore[arg-type]
     variant = variant_for(mask, score, scale, 0.0, extents, query.device)

@@ -75,6 +75,7 @@ def prepare(
     config = resolve_config(config, query.device)
     if cu_seqlens is not None:
         check_offsets("cu_seqlens", cu_seqlens, query.shape[0], query.device)
+        cu_seqlens = cu_seqlens.contiguous()
     inputs = DeltaInputs(query, key, value, beta, decay, initial_state, cu_seqlens)
     wanted = (*value.shape[:-1],)
     _check_rows("beta", beta, [wanted], query, shapes)

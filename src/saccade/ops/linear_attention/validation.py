@@ -35,6 +35,7 @@ from saccade.runtime.arguments import (
     check_kinds,
     check_offsets,
     check_scale,
+    contiguous,
     integers,
     resolve_config,
     values_readable,
@@ -48,7 +49,7 @@ from saccade.runtime.spec import (
     LinearState,
     LinearVariant,
 )
-from saccade.runtime.validation import cast, strides_fit_tma
+from saccade.runtime.validation import cast, contiguous_pair, strides_fit_tma
 
 
 class Prepared(NamedTuple):
@@ -94,14 +95,10 @@ def prepare(
     config = resolve_config(config, query.device)
     if cu_seqlens_q is not None:
         cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-        check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], query.device)
-        check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], query.device)
-        if cu_seqlens_q.shape != cu_seqlens_k.shape:
-            raise ValueError(
-                f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's "
-                f"{tuple(cu_seqlens_q.shape)}"
-            )
+        _check_packing(query, key, cu_seqlens_q, cu_seqlens_k)
+        cu_seqlens_q, cu_seqlens_k = contiguous_pair(cu_seqlens_q, cu_seqlens_k)
     check_key_lengths(key_lengths, key)
+    key_lengths = contiguous(key_lengths)
     inputs = LinearInputs(query, key, value, decay, key_lengths)
     inputs = inputs._replace(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k)
     check_decay(inputs)
@@ -121,6 +118,17 @@ def prepare(
         eps = 0.0  # in units that differ from row to row it would mean nothing
     variant = LinearVariant(causal, align, fused, form, eps, scale)
     return Prepared(inputs, variant, problem_of(inputs, variant, config), config, scaling)
+
+
+def _check_packing(query: Tensor, key: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> None:
+    """Refuse offsets that do not fit the tokens, or each other."""
+    check_offsets("cu_seqlens_q", cu_seqlens_q, query.shape[0], query.device)
+    check_offsets("cu_seqlens_k", cu_seqlens_k, key.shape[0], query.device)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise ValueError(
+            f"cu_seqlens_k: got shape {tuple(cu_seqlens_k.shape)}, takes cu_seqlens_q's "
+            f"{tuple(cu_seqlens_q.shape)}"
+        )
 
 
 def _without_unseen_keys(inputs: LinearInputs, align: str) -> LinearInputs:
