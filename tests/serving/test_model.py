@@ -201,6 +201,35 @@ def test_an_encoder_with_a_head_is_no_causal_model():
         saccade.Engine(tiny("bert", {"is_decoder": False}))
 
 
+@pytest.mark.parametrize(
+    ("kind", "sizes"),
+    [  # by a function; by multiplying what routers see
+        ("opt", {**RIGHT["opt"], "dropout": 0.3}),
+        ("phimoe", {"input_jitter_noise": 0.5}),
+        ("llama", {"attention_dropout": 0.1}),
+    ],
+)
+def test_what_is_random_in_training_without_a_module_for_it_is_refused(kind, sizes):
+    model = tiny(kind, sizes)
+    engine = saccade.Engine(model, num_pages=8)
+    wanted = engine.generate([[5, 6, 7]], max_new_tokens=4)[0].tokens
+    begun = engine.submit([5, 6, 7], max_new_tokens=4)
+    model.train()
+    for call in (engine.step, lambda: engine.submit([5], max_new_tokens=2)):
+        with pytest.raises(ValueError, match=r"in training mode.*takes evaluation mode"):
+            call()
+    model.eval()
+    assert begun.result().tokens == wanted
+
+
+def test_training_mode_is_taken_where_nothing_is_random():
+    model = tiny("llama", {})
+    engine = saccade.Engine(model, num_pages=8)
+    wanted = engine.generate([[5, 6, 7]], max_new_tokens=4)[0].tokens
+    model.train()
+    assert engine.generate([[5, 6, 7]], max_new_tokens=4)[0].tokens == wanted
+
+
 def test_a_model_that_would_drop_activations_takes_no_request():
     config = transformers.GPT2Config(vocab_size=97, n_embd=32, n_layer=1, n_head=2, n_positions=64)
     engine = saccade.Engine(dropping := transformers.GPT2LMHeadModel(config), num_pages=8)

@@ -19,7 +19,7 @@ from torch import Tensor
 import saccade
 from saccade import integrations
 from saccade.serving.decoding import Sampling, on_device
-from saccade.serving.model_watch import ModelWatch
+from saccade.serving.model_watch import ModelWatch, is_random_in_training, random_settings
 from saccade.serving.request import Limits, Request
 from saccade.serving.scheduler import Scheduler, StepPlan
 from saccade.serving.states import StateShape, StepStates, state_rows
@@ -354,14 +354,14 @@ class PackedModel:
         self.step_layers = layers
 
     def check_mode(self) -> None:
-        """Refuse a model that was put into training mode since, if it drops activations then."""
-        if self._model.training and any(
-            isinstance(each, torch.nn.Dropout) and each.p > 0 for each in self._model.modules()
-        ):
-            raise ValueError(
-                f"model: got {self.name} in training mode, in which it drops activations, takes "
-                "evaluation mode: model.eval()"
-            )
+        """Refuse a model that was put into training mode since, if that makes it random."""
+        for module in self._at_random:
+            if module.training and is_random_in_training(module):
+                raise ValueError(
+                    f"model: got {self.name} in training mode, in which it drops activations or "
+                    f"adds noise (in its {type(module).__name__}), takes evaluation mode: "
+                    "model.eval()"
+                )
 
     def buffers(self) -> dict[str, tuple[int, int]]:
         """Which tensor each of the model's buffers is, and how often it was written."""
@@ -387,6 +387,7 @@ class PackedModel:
         self._renewals += 1
         self._watch = ModelWatch(self._model, self._written_by_passes)
         self._weights = [each for each in self._watch.weights if not each.is_inference()]
+        self._at_random = [each for each in self._model.modules() if random_settings(each)]
 
     def seems_same(self) -> bool:
         """Whether nothing hints at a change of the model since; takes a microsecond or two."""

@@ -19,6 +19,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -181,6 +182,22 @@ class ModelWatch:
             changed.dtype, changed.device, changed.parameter.shape,
         )  # fmt: skip
         return Change(changed.change(), same_kind)
+
+
+AT_RANDOM = "drop", "jitter", "noise"  # in names of a module's numbers
+
+
+def random_settings(module: Module) -> list[str]:
+    """Names of a module's numbers that say how random it is in training mode: many models drop
+    activations by a function, not by a module."""
+    named = [name for name in vars(module) if any(part in name for part in AT_RANDOM)]
+    return [*named, "p"] if isinstance(module, _DropoutNd) else named
+
+
+def is_random_in_training(module: Module) -> bool:
+    """Whether any of these numbers is above zero."""
+    values = [getattr(module, name) for name in random_settings(module)]
+    return any(type(value) in (int, float) and value > 0 for value in values)
 
 
 def _weights(model: Module) -> Iterator[Weight]:

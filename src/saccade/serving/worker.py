@@ -272,6 +272,8 @@ class Worker:
             self._changed = True  # in each step, until a look finds nothing
             self._look_at_weights()
             self._changed = False
+        if self._model.module.training:
+            self._model.check_mode()
         self._take_in()
         try:
             return self._advance()
