@@ -3,6 +3,7 @@
 import copy
 import itertools
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,6 +224,23 @@ def test_statistics_count_what_happened():
         assert 0 <= what.queued <= what.to_first_token <= what.total
         assert what.tokens_per_second > 0
         assert 1 <= what.pages <= 13
+
+
+def test_options_are_numbers_of_numpy_too():
+    engine = served.engine()
+    plain: dict[str, Any] = {
+        "max_new_tokens": 5, "temperature": 0.75, "seed": 3, "top_k": 9, "logit_bias": {7: 2.5},
+    }  # fmt: skip
+    theirs: dict[str, Any] = {
+        "max_new_tokens": np.int64(5), "temperature": np.float32(0.75), "seed": np.uint8(3),
+        "top_k": np.int32(9), "logit_bias": {np.int64(7): np.float16(2.5)},
+    }  # fmt: skip
+    wanted, found = (engine.generate([[5, 6]], **each)[0] for each in (plain, theirs))
+    assert found.tokens == wanted.tokens and len(found.tokens) == 5
+    with pytest.raises(TypeError, match="temperature: got bool, takes a number"):
+        engine.submit([5], max_new_tokens=2, temperature=np.bool_(True))
+    with pytest.raises(TypeError, match="prompt: got ndarray, takes text or token numbers"):
+        engine.submit(np.array([[5, 6], [7, 8]]))
 
 
 def test_one_prompt_may_be_given_alone():

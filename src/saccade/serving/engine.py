@@ -39,6 +39,7 @@ from saccade.serving.request import (
     RequestOptions,
     check_options,
     list_prompts,
+    plain_options,
     read_limits,
     read_prompt,
     read_sampling,
@@ -282,7 +283,7 @@ class Engine:
             raise ValueError(f"n: got {n}, takes at most max_sequences, {self.max_sequences}")
         check_options(options)
         self._model.check_mode()
-        options = options.copy()
+        options = plain_options(options)
         seed = options.pop("seed", 0)
         check_number("seed", seed, least=None)
         tokens, limits = self._checked(prompt, options)

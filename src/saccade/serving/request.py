@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import enum
+import numbers
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
@@ -206,6 +207,22 @@ def check_options(options: RequestOptions) -> None:
             raise TypeError(f"{name}: is no option of a request{meant}, takes {', '.join(known)}")
 
 
+def plain_options(options: RequestOptions) -> RequestOptions:
+    """The options with numbers of other libraries (NumPy's) as Python's own."""
+    plain: Any = {name: _plain(value) for name, value in options.items()}
+    biases = plain.get("logit_bias")
+    if isinstance(biases, Mapping):
+        plain["logit_bias"] = {_plain(token): _plain(bias) for token, bias in biases.items()}
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """A number as Python's own; anything else as it is."""
+    if isinstance(value, (int, float)) or not isinstance(value, numbers.Real):
+        return value
+    return int(value) if isinstance(value, numbers.Integral) else float(value)
+
+
 def list_prompts(prompts: Prompt | Iterable[Prompt]) -> list[Prompt]:
     """Prompts one by one, where one alone may be given: a text, or token numbers.
 
@@ -267,10 +284,13 @@ def read_text(name: str, text: str) -> str:
 
 def read_token(name: str, token: object, vocabulary: int) -> int:
     """A token number that the model knows, as Python's own."""
+    takes = "text or token numbers" if name == "prompt" else "token numbers"
     if isinstance(token, bool) or not hasattr(token, "__index__") or isinstance(token, Tensor):
-        takes = "text or token numbers" if name == "prompt" else "token numbers"
         raise TypeError(f"{name}: got {type(token).__name__}, takes {takes}")
-    number = operator.index(cast("SupportsIndex", token))
+    try:
+        number = operator.index(cast("SupportsIndex", token))
+    except TypeError:  # an array of several
+        raise TypeError(f"{name}: got {type(token).__name__}, takes {takes}") from None
     if not 0 <= number < vocabulary:
         raise ValueError(f"{name}: got token {number}, takes 0 to {vocabulary - 1}")
     return number
