@@ -26,8 +26,14 @@ def model_of(rope: dict[str, Any], positions: int) -> Any:
     return transformers.LlamaForCausalLM(config).double().eval()
 
 
+def without_long_rotations(monkeypatch: Any) -> None:
+    """As where there are CUDA graphs."""
+    monkeypatch.setattr(PackedModel, "turn_by_rows", lambda model: None)
+
+
 @pytest.mark.parametrize(("rope", "positions"), [(LONGROPE, 256), (DYNAMIC, FIRST)])
-def test_rotations_that_follow_the_longest_request_bound_all(rope, positions):
+def test_rotations_that_follow_the_longest_request_bound_all(rope, positions, monkeypatch):
+    without_long_rotations(monkeypatch)
     model = model_of(rope, positions)
     with pytest.raises(ValueError, match=rf"max_length: got 256, takes at most {FIRST}, past"):
         saccade.Engine(model, num_pages=64, page_size=4, max_length=256)
@@ -58,6 +64,7 @@ def test_a_model_is_as_it_was_after_its_positions_were_tried():
 
 
 def test_a_bound_that_a_config_tells_takes_few_passes(monkeypatch):
+    without_long_rotations(monkeypatch)
     passes = []
     probe = PackedModel.probe
     monkeypatch.setattr(
@@ -67,7 +74,8 @@ def test_a_bound_that_a_config_tells_takes_few_passes(monkeypatch):
     assert len(passes) < 16
 
 
-def test_a_bound_that_no_config_tells_is_found():
+def test_a_bound_that_no_config_tells_is_found(monkeypatch):
+    without_long_rotations(monkeypatch)
     model = model_of(LONGROPE | {"original_max_position_embeddings": 45}, 256)
     model.model.rotary_emb.config = copy.deepcopy(model.config)
     model.config.rope_parameters["original_max_position_embeddings"] = 9

@@ -73,7 +73,8 @@ class Engine:
         max_sequences: requests that run at once.
         max_length: tokens of a prompt and what follows it, at most as many as the model has
             positions for, if it looks them up in a table, or turns alike however long others are
-            (rope types "longrope" and "dynamic" do not, past a length). None: the model's limit.
+            (rope type "dynamic" does not, past a length, nor does "longrope" with cuda_graphs).
+            None: the model's limit.
         preemption: "swap" moves the pages of a request that must wait to host memory,
             "recompute" gives them up.
         host_pages: the same of host memory, which beside a GPU is page-locked. None: none with
@@ -171,6 +172,9 @@ class Engine:
         self._ranks = read_ranks(model, rank_timeout)
         self._model = PackedModel(model, latents=self._ranks is None)
         capacity = Capacity(num_pages, memory, page_size, page_dtype, host_pages)
+        reason = why_eager(self._model, cuda_graphs, self.ranks)
+        if reason:  # graphs know nothing of how long sequences are
+            self._model.turn_by_rows()
         max_length = read_max_length(self._model, max_length)
         self.max_length: int = max_length
         self.cache = make_capacity(
@@ -182,10 +186,9 @@ class Engine:
         self.max_sequences: int = min(max_sequences, self.cache.num_states or max_sequences)
         self._scheduler = Scheduler(
             self.cache, max_batch_tokens=max_batch_tokens, max_sequences=self.max_sequences,
-            preemption=preemption,
+            preemption=preemption, first_length=self._model.first_length,
         )  # fmt: skip
         options = {"batch_invariant": batch_invariant, "implementation": implementation}
-        reason = why_eager(self._model, cuda_graphs, self.ranks)
         asked = read_compile(compile, by_default=not reason)
         merges = read_merge(
             merge_products, by_default=asked and not reason, shared_out=self.ranks > 1 and not asked

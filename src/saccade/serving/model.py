@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -21,6 +22,7 @@ from saccade import integrations
 from saccade.serving.decoding import Sampling, on_device
 from saccade.serving.model_watch import ModelWatch, is_random_in_training, random_settings
 from saccade.serving.request import Limits, Request
+from saccade.serving.rotations import LongRotations
 from saccade.serving.scheduler import Scheduler, StepPlan
 from saccade.serving.states import StateShape, StepStates, state_rows
 
@@ -161,6 +163,10 @@ class BatchStep(PackedRows):
         self.position_ids = on_device(positions, torch.int64, device).unsqueeze(0)
         self.last_rows = on_device(last_rows, torch.int64, device)
         self.states = StepStates(cache, states, plan.chunks, len(tokens)) if states else None
+        self.long_rows = None
+        if any([chunk.request.is_long for chunk in plan.chunks]):
+            long = [chunk.request.is_long for chunk in plan.chunks for _ in range(chunk.rows)]
+            self.long_rows = on_device(long, torch.bool, device)
         # Places among chunks, and rows, of tokens that a step under way gives.
         self._unknown = [
             (place, last_rows[place]) for place, chunk in enumerate(plan.chunks) if not chunk.known
@@ -314,6 +320,7 @@ class PackedModel:
         config = model.config.get_text_config()
         self.vocabulary: int = config.vocab_size
         self.longest: int | None = getattr(config, "max_position_embeddings", None)
+        self.long_rotations: LongRotations | None = None
         self.device: torch.device = model.device
         self.latent_layers = integrations.transformers.LatentLayers.of(model) if latents else None
         before = self.buffers()
@@ -327,6 +334,15 @@ class PackedModel:
         of_states = [self.probed_states[number] for number in range(len(self.probed_states))]
         self.states = [state for of_layer in of_states for state in of_layer]
         self.states_of_layers = [len(of_layer) for of_layer in of_states]
+
+    @property
+    def first_length(self) -> int | None:
+        """Tokens past which a sequence is turned by other angles, all of it; None: never."""
+        return None if self.long_rotations is None else self.long_rotations.first_length
+
+    def turn_by_rows(self) -> None:
+        """From now on angles follow each sequence's own length, where they become others."""
+        self.long_rotations = LongRotations.of(self._model)
 
     def _layers_found(self) -> dict[LayerCall, LayerShape]:
         """What layers keep: a latent where that works, else keys and values for each head."""
@@ -531,10 +547,11 @@ class PackedModel:
         self, step: PackedStep | Probe, input_ids: Tensor, position_ids: Tensor, rows: Tensor
     ) -> Tensor:
         def run(under_way: Any) -> Any:
-            return self._model(
-                input_ids=input_ids, position_ids=position_ids, use_cache=False,
-                logits_to_keep=rows, **self._options(under_way),
-            )  # fmt: skip
+            with self._turned(step, position_ids):
+                return self._model(
+                    input_ids=input_ids, position_ids=position_ids, use_cache=False,
+                    logits_to_keep=rows, **self._options(under_way),
+                )  # fmt: skip
 
         if self.state_layers is not None:
             output = self.state_layers.call(step.states, lambda: run(step))
@@ -545,6 +562,15 @@ class PackedModel:
         logits = output.logits[0]
         # Some models know no logits_to_keep, and give those of all rows.
         return logits if logits.shape[0] == rows.shape[0] else logits[rows]
+
+    def _turned(self, step: Any, position_ids: Tensor) -> AbstractContextManager[None]:
+        """While a pass runs, rows are turned by the lengths of their own sequences."""
+        if self.long_rotations is None:
+            return nullcontext()
+        long = getattr(step, "long_rows", None)
+        if long is None:  # rows that are the last of their sequences
+            long = position_ids[0] >= self.long_rotations.first_length
+        return self.long_rotations.by_rows(long)
 
 
 # What a config's `layer_types` may say of layers that keep keys and values and nothing else, of
@@ -704,8 +730,9 @@ def _packed(
         device=model.device, prefix_caching=False, num_states=PROMPTS, **model.page_sizes(),
     )  # fmt: skip
     scheduler = Scheduler(
-        cache, max_batch_tokens=rows, max_sequences=PROMPTS, preemption="recompute"
-    )
+        cache, max_batch_tokens=rows, max_sequences=PROMPTS, preemption="recompute",
+        first_length=model.first_length,
+    )  # fmt: skip
     for number, prompt in enumerate(prompts.tolist()):
         scheduler.add(Request(number, prompt, Sampling(), Limits(1)))
     found: list[list[Tensor]] = [[] for _ in range(PROMPTS)]

@@ -7,7 +7,8 @@ last position, with every index compared with its table before it is used.
 
 Some rotations ("longrope", "dynamic") are other ones in passes that go past a length: by the same
 pass, one long request would turn the rows of all short ones otherwise. They are told by buffers
-that a pass over a row at the last position leaves with other numbers.
+that a pass over a row at the last position leaves with other numbers. Where each row is turned by
+its own sequence's length (rotations.py) they bound nothing.
 """
 
 from __future__ import annotations
@@ -91,6 +92,8 @@ def positions_alike(model: PackedModel, length: int) -> int | None:
     before = model.buffers()
     model.probe(1, first=length - 1)
     written = model.buffers_written_since(before)
+    if model.long_rotations is not None:
+        written = {name for name in written if not model.long_rotations.makes(name)}
     if not written:
         return None
 

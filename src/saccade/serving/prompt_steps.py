@@ -158,7 +158,7 @@ class PromptSteps:
     ):  # fmt: skip
         self._model, self._cache, self._options = model, cache, options
         self._lanes, self._decoder = lanes, decoder
-        self.sizes = None if model.states else sizes
+        self.sizes = None if model.states or model.long_rotations else sizes
         self._passes: dict[int, Callable[[], Tensor]] = {}
         self._packed: PackedTokens | None = None
         if self.sizes:

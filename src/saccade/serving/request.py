@@ -72,6 +72,7 @@ class Request:
         recomputed: tokens that were computed again after it lost its pages.
         most_pages: the most pages that it held at once.
         borders: where chunks of it end, so that a state can be kept there.
+        is_long: whether its sequence is computed as those past the model's first length are.
         reached: the most of its tokens that were ever computed.
         failures: steps that failed since that last grew; fault: what the last of them raised, once
             they are as many as end it.
@@ -95,6 +96,7 @@ class Request:
     recomputed: int = 0
     most_pages: int = 0
     borders: list[int] = field(default_factory=list)
+    is_long: bool = False
     reached: int = 0
     failures: int = 0
     fault: Exception | None = None

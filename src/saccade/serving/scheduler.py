@@ -118,6 +118,7 @@ class Scheduler:
             has one for each of them.
         preemption: what becomes of the pages of a preempted request: they are swapped to the host
             (or freed, where the host is full), or freed and computed again.
+        first_length: tokens past which all of a sequence is computed otherwise (`rotations.py`).
 
     Attributes:
         weights_version: of the model; what other weights computed is not found again.
@@ -131,6 +132,7 @@ class Scheduler:
         max_batch_tokens: int,
         max_sequences: int,
         preemption: Preemption,
+        first_length: int | None = None,
     ):
         self.waiting: list[Request] = []
         self.running: list[Request] = []
@@ -141,7 +143,7 @@ class Scheduler:
         # Requests that are not done, by number: all else can be made anew from them.
         self._living: dict[int, Request] = {}
         self._max_batch_tokens, self._max_sequences = max_batch_tokens, max_sequences
-        self._preemption = preemption
+        self._preemption, self._first_length = preemption, first_length
         self._refused = False  # whether those that wait could not start when it was last tried
         self._some_failed = False  # whether there may be requests whose last step failed
 
@@ -176,6 +178,8 @@ class Scheduler:
             OutOfPagesError: if one request alone cannot have its pages; nothing is lost.
         """
         admitting = True
+        if self._first_length is not None:
+            self._restart_grown()
         while True:
             suspect = self._suspect()
             alone = suspect is not None and self._can_run_alone(suspect, admitting)
@@ -214,6 +218,8 @@ class Scheduler:
             return None
         living = [chunk for chunk in plan.chunks if chunk.request.state is RequestState.RUNNING]
         if not plan.can_be_followed or len(living) != len(self.running):
+            return None
+        if any([chunk.draws and self._outgrows(chunk.request, chunk.stop + 1) for chunk in living]):
             return None
         more = [
             chunk for chunk in living
@@ -298,6 +304,7 @@ class Scheduler:
             follower.sequence = self._cache.fork(_sequence(request))
             follower.computed = follower.computed_from_cache = request.computed
             follower.reached, follower.failures = request.computed, 0
+            follower.is_long = request.is_long
             follower.times.started = time.perf_counter()
             self._run(follower)
             del request.followers[0]
@@ -399,7 +406,9 @@ class Scheduler:
             return True
         if self.running and not self._has_room_for([1] * len(self._cache.windows)):
             return False
-        sequence = self._cache.allocate(request.tokens, salt=b"%d" % self.weights_version)
+        request.is_long = self._is_long(request.num_tokens)
+        salt = b"%d %d" % (self.weights_version, request.is_long)
+        sequence = self._cache.allocate(request.tokens, salt=salt)
         found = self._cache.length(sequence)
         if self.running and not self._has_room_for(self._missing(request.num_tokens, found)):
             self._cache.free(sequence)
@@ -410,6 +419,23 @@ class Scheduler:
             request.times.started = time.perf_counter()
             request.computed_from_cache = found
         return True
+
+    def _is_long(self, tokens: int) -> bool:
+        return self._first_length is not None and tokens > self._first_length
+
+    def _outgrows(self, request: Request, tokens: int) -> bool:
+        """Whether a request that runs is computed otherwise once it has so many tokens."""
+        return not request.is_long and self._is_long(tokens)
+
+    def _restart_grown(self) -> None:
+        """Let requests begin again that have grown past the first length since."""
+        for request in [each for each in self.running if self._outgrows(each, each.num_tokens)]:
+            self._cache.free(_sequence(request))
+            request.recomputed += request.computed
+            request.sequence, request.computed = None, 0
+            self.running.remove(request)
+            request.state = RequestState.WAITING
+            self.add(request)
 
     def _missing(self, tokens: int, computed: int) -> list[int]:
         """Pages of each group that a sequence needs and does not hold."""
