@@ -110,7 +110,7 @@ def test_the_model_turns_as_before_outside_of_steps():
 
 
 def test_modules_of_unlike_lengths_are_left_to_the_bound():
-    model = torch.nn.ModuleList([llama(), llama()])
+    model: Any = torch.nn.ModuleList([llama(), llama()])
     assert LongRotations.of(model) is not None
     model[1].model.rotary_emb.config.rope_parameters["original_max_position_embeddings"] = 9
     assert LongRotations.of(model) is None
