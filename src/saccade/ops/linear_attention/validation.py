@@ -32,6 +32,7 @@ from saccade.runtime.arguments import (
     PACKED_SHAPES,
     check_align,
     check_flag,
+    check_floating_point,
     check_kinds,
     check_offsets,
     check_scale,
@@ -336,10 +337,7 @@ def check_decay(inputs: LinearInputs) -> None:
     rows = inputs.key.shape[:1] if inputs.packed else (inputs.key.shape[0], heads)
     rows = (*rows, heads) if inputs.packed else (*rows, inputs.key.shape[2])
     takes = f"a tensor ({heads},) or {tuple(rows)} of logarithms of at most 0"
-    if not isinstance(decay, Tensor):
-        raise TypeError(f"decay: got {type(decay).__name__}, takes {takes}")
-    if not decay.is_floating_point():
-        raise TypeError(f"decay: got {decay.dtype}, takes {takes}")
+    check_floating_point("decay", decay, takes)
     if decay.device != inputs.query.device:
         raise ValueError(f"decay: got {decay.device}, takes query's {inputs.query.device}")
     wanted = (heads,) if decay.dim() == 1 else rows  # a trace cannot compare tuples of sizes
@@ -375,9 +373,7 @@ def check_state(
         if tensor is None and field == "log_scale":
             continue
         takes = f"{STATE_SHAPES[field]}, here {tuple(shape)}"
-        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
-            got = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise TypeError(f"{name}.{field}: got {got}, takes a floating-point tensor {takes}")
+        check_floating_point(f"{name}.{field}", tensor, f"a floating-point tensor {takes}")
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name}.{field}: got shape {tuple(tensor.shape)}, takes {takes}")
         if tensor.device != like.device:
