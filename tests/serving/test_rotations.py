@@ -1,9 +1,12 @@
 """Rotations that become others past a length follow each request's own."""
 
 import functools
+import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import interrupts
 import pytest
 import served
 import tiny_models
@@ -43,11 +46,11 @@ PROMPTS = [
 ]  # fmt: skip
 
 
-def uncached(model: Any, prompt: list[int]) -> list[int]:
+def uncached(model: Any, prompt: list[int], new: int = NEW) -> list[int]:
     """By transformers alone, from a pass over all tokens for each."""
     tokens = list(prompt)
     with torch.inference_mode():
-        for _ in range(NEW):
+        for _ in range(new):
             logits = model(torch.tensor([tokens]), use_cache=False).logits
             tokens.append(int(logits[0, -1].argmax()))
     return tokens[len(prompt) :]
@@ -107,6 +110,34 @@ def test_the_model_turns_as_before_outside_of_steps():
     engine.generate(PROMPTS, max_new_tokens=2)
     assert "forward" not in vars(model.model.rotary_emb)
     assert uncached(model, PROMPTS[2]) == all_uncached(llama)[2]
+
+
+def test_an_interrupt_leaves_the_model_turning_as_before():
+    model, wanted = llama(), all_uncached(llama)
+    engine = saccade.Engine(model, num_pages=128, page_size=4)
+    for line in itertools.count(step=3):
+        interrupt = interrupts.Interrupt(line, "serving/rotations.py", instructions=True)
+        completion = engine.submit(PROMPTS[line % 2], max_new_tokens=NEW)
+        try:
+            with interrupt.armed():
+                engine.step()
+        except KeyboardInterrupt:
+            pass
+        assert uncached(model, PROMPTS[3], 1) == wanted[3][:1]
+        assert completion.result().tokens == wanted[line % 2]
+        assert "forward" not in vars(model.model.rotary_emb)
+        if not interrupt.came:
+            break
+    assert line > 40
+
+
+def test_other_threads_turn_as_before_while_a_step_is_taken():
+    model = llama()
+    rotations = LongRotations.of(model)
+    assert rotations is not None
+    with rotations.by_rows(torch.tensor([True])), ThreadPoolExecutor(1) as other:
+        found = other.submit(uncached, model, PROMPTS[0], 2).result()
+    assert found == all_uncached(llama)[0][:2]
 
 
 def test_modules_of_unlike_lengths_are_left_to_the_bound():

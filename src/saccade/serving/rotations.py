@@ -8,8 +8,11 @@ grows past the length begins again: all of its keys were turned by the first set
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -48,34 +51,60 @@ class LongRotations:
     @contextmanager
     def by_rows(self, long: Bool[Tensor, " rows"]) -> Iterator[None]:
         """Let a pass turn the rows of long sequences by the second set, and others by the first."""
-        before = [(module, module.__dict__.get("forward")) for _, module in self._modules]
-        for module, _ in before:
-            module.__dict__["forward"] = self._forward(module.forward, long)
+        under_way = _Pass(long, self.first_length, threading.get_ident())
+        turned = [(module, _Turned(module, weakref.ref(under_way))) for _, module in self._modules]
+        for module, forward in turned:
+            module.__dict__["forward"] = forward
         try:
             yield
         finally:
-            for module, own in before:
-                del module.__dict__["forward"]
-                if own is not None:
-                    module.__dict__["forward"] = own
+            for module, forward in turned:
+                forward.leave(module)
 
-    def _forward(
-        self, forward: Callable[..., Any], long: Bool[Tensor, " rows"]
-    ) -> Callable[..., Any]:
-        """A module's angles for each row by its own sequence; transformers looks at the largest
-        position of a pass, so it is called with short ones alone, and with a long one beside."""
 
-        def angles(rows: Tensor, position_ids: Int[Tensor, "1 rows"]) -> tuple[Tensor, ...]:
-            first = forward(rows, position_ids.masked_fill(long, 0))
-            behind = position_ids.new_full((1, 1), self.first_length)
-            second = forward(rows, torch.cat([position_ids, behind], dim=1))
-            chosen = long.unsqueeze(1)
-            return tuple(
-                torch.where(chosen, of_long[:, :-1], of_short)
-                for of_short, of_long in zip(first, second, strict=True)
-            )
+@dataclass(eq=False)
+class _Pass:
+    """A pass of an engine: which rows are of long sequences, and the thread that it runs in."""
 
-        return angles
+    long: Bool[Tensor, " rows"]
+    first_length: int
+    thread: int
+
+
+class _Turned:
+    """The forward pass of a module that makes angles, by rows while a pass of an engine lasts.
+
+    An interrupt can keep it from being taken off the module. Then it does what the module does, as
+    it does for other threads, and the next one is put in its place.
+    """
+
+    def __init__(self, module: Module, under_way: weakref.ref[_Pass]):
+        before = module.__dict__.get("forward")
+        self._own = before._own if isinstance(before, _Turned) else before
+        self._forward = self._own or type(module).forward.__get__(module)
+        self._under_way = under_way
+
+    def leave(self, module: Module) -> None:
+        """Give the module back what it had."""
+        if self._own is None:
+            module.__dict__.pop("forward", None)
+        else:
+            module.__dict__["forward"] = self._own
+
+    def __call__(self, rows: Tensor, position_ids: Int[Tensor, "1 rows"], **more: Any) -> Any:
+        """Angles of each row by its own sequence: transformers looks at the largest position of a
+        call, so it is called with short ones alone, and with a long one beside."""
+        under_way = self._under_way()
+        if under_way is None or under_way.thread != threading.get_ident():
+            return self._forward(rows, position_ids, **more)
+        first = self._forward(rows, position_ids.masked_fill(under_way.long, 0), **more)
+        behind = position_ids.new_full((1, 1), under_way.first_length)
+        second = self._forward(rows, torch.cat([position_ids, behind], dim=1), **more)
+        chosen = under_way.long.unsqueeze(1)
+        return tuple(
+            torch.where(chosen, of_long[:, :-1], of_short)
+            for of_short, of_long in zip(first, second, strict=True)
+        )
 
 
 def _first_length(module: Any) -> int | None:
