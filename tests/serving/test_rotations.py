@@ -113,7 +113,7 @@ def test_the_model_turns_as_before_outside_of_steps():
 
 
 def test_an_interrupt_leaves_the_model_turning_as_before():
-    model, wanted = llama(), all_uncached(llama)
+    model, wanted, line = llama(), all_uncached(llama), 0
     engine = saccade.Engine(model, num_pages=128, page_size=4)
     for line in itertools.count(step=3):
         interrupt = interrupts.Interrupt(line, "serving/rotations.py", instructions=True)
