@@ -59,10 +59,10 @@ def test_nested_tensors_are_named(name: str) -> None:
 def test_what_is_no_linear_state_is_named(state: Any) -> None:
     rows: dict[str, Tensor] = dict.fromkeys(ROWS, torch.zeros(1, 2, 3, 8))
     with pytest.raises(TypeError, match=r"initial_state: got .*, takes a LinearState or None"):
-        saccade.linear_attention(**rows, initial_state=state)
+        call_of.linear_attention(**rows, initial_state=state)
 
 
 def test_what_is_no_dtype_is_named() -> None:
     rows: dict[str, Any] = dict.fromkeys(ROWS, torch.zeros(1, 2, 3, 8, dtype=torch.float16))
     with pytest.raises(ValueError, match="out_dtype: got tensor"):
-        saccade.attention_fp8(**rows, out_dtype=torch.zeros(2))  # type: ignore[call-overload]
+        call_of.attention_fp8(**rows, out_dtype=torch.zeros(2))

@@ -374,6 +374,7 @@ def check_state(
             continue
         takes = f"{STATE_SHAPES[field]}, here {tuple(shape)}"
         check_floating_point(f"{name}.{field}", tensor, f"a floating-point tensor {takes}")
+        assert isinstance(tensor, Tensor)
         if tuple(tensor.shape) != tuple(shape):
             raise ValueError(f"{name}.{field}: got shape {tuple(tensor.shape)}, takes {takes}")
         if tensor.device != like.device:
