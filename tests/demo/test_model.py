@@ -8,13 +8,13 @@ from saccade.demo.model import (
     DemoModelShape,
     Layer,
     TextSampling,
-    byte_characters,
     cache_error,
     export,
     generate,
     opening,
     rotate,
 )
+from saccade.serving.token_text import byte_characters
 
 SMALL = DemoModelShape(
     width=32, query_heads=4, kv_heads=2, hidden=48, windows=(8, None), context=64
