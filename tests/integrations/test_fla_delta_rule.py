@@ -116,6 +116,23 @@ def test_gates_and_rates_in_the_call(name: str) -> None:
             torch.testing.assert_close(found, wanted, atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.parametrize("name", GATES)
+def test_gates_of_float64_are_computed_in_it(name: str) -> None:
+    *calls, channels = GATES[name]
+    tensors, state = rows(), torch.zeros(2, 4, 8, 6, dtype=F64)
+    raw, beta = torch.randn(2, 11, 4, *channels, dtype=F64), torch.randn(2, 11, 4, dtype=F64)
+    A_log, bias = torch.randn(4, dtype=F64), torch.randn(4, *channels, dtype=F64)
+    factor = A_log.exp().view(4, *[1] * len(channels))
+    gate = -factor * torch.nn.functional.softplus(raw + bias)
+    wanted, _ = naive(tensors, gate, beta.sigmoid(), state)
+    for call in calls:
+        found, _ = call(
+            *tensors, g=raw, beta=beta, use_gate_in_kernel=True, A_log=A_log,
+            dt_bias=bias.flatten(), use_beta_sigmoid_in_kernel=True,
+        )  # fmt: skip
+        torch.testing.assert_close(found, wanted, atol=1e-12, rtol=1e-12)
+
+
 def test_a_decay_of_both_kinds_and_no_beta() -> None:
     tensors, state = rows(), torch.zeros(2, 4, 8, 6, dtype=F64)
     g, gk = -torch.rand(2, 11, 4).double(), -torch.rand(2, 11, 4, 8).double()

@@ -171,9 +171,26 @@ def test_dropout_keeps_the_mean_and_has_no_weights_to_show() -> None:
         calls.flash_attn_func(q, k, v, dropout_p=0.5, return_attn_probs=True)
 
 
-def test_wrong_slopes_are_named() -> None:
-    with pytest.raises(ValueError, match=r"alibi_slopes: got .* takes"):
-        calls.flash_attn_func(*qkv(), alibi_slopes=torch.zeros(1, 2, 4))
+@pytest.mark.parametrize("shape", [(1, 2, 4), (3, 4), (1, 4), (2, 3), (3,), (1,)], ids=str)
+def test_wrong_slopes_are_named(shape: tuple[int, ...]) -> None:
+    q, k, v = qkv()
+    ends = torch.tensor([0, 3, 7], dtype=torch.int32)
+    wrong: dict[str, Any] = {"alibi_slopes": torch.zeros(shape)}
+    with pytest.raises(ValueError, match=r"alibi_slopes: got .* takes .* \[4\] or \[2, 4\]"):
+        calls.flash_attn_func(q, k, v, **wrong)
+    with pytest.raises(ValueError, match=r"alibi_slopes: got .* takes .* \[4\] or \[2, 4\]"):
+        calls.flash_attn_varlen_func(q[0], k[0], v[0], ends, ends, 4, 4, **wrong)
+    with pytest.raises(ValueError, match=r"alibi_slopes: got .* takes .* \[4\] or \[2, 4\]"):
+        calls.flash_attn_with_kvcache(q, k, v, **wrong)
+
+
+def test_numbers_that_are_none_are_named() -> None:
+    with pytest.raises(TypeError, match="alibi_slopes: got list, takes a tensor"):
+        calls.flash_attn_func(*qkv(), alibi_slopes=[0.5] * 4)
+    with pytest.raises(TypeError, match=r"alibi_slopes: got torch.int32, takes floating"):
+        calls.flash_attn_func(*qkv(), alibi_slopes=torch.ones(4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="softcap: got nan"):
+        calls.flash_attn_func(*qkv(), softcap=math.nan)
 
 
 # ---- the cache --------------------------------------------------------------------------------
@@ -282,6 +299,11 @@ def test_a_cache_of_pages() -> None:
     torch.testing.assert_close(output, written_out(q[:, 3:], k, v, causal=True)[0], **CLOSE)
 
 
+def tables(*positions: int) -> dict[str, Tensor]:
+    """Cosines and sines of two pairs."""
+    return {"rotary_cos": torch.ones(*positions, 2), "rotary_sin": torch.zeros(*positions, 2)}
+
+
 def test_what_cannot_be_is_refused_by_name() -> None:
     caches = slabs(8)
     q, k, v = asked(3)
@@ -295,12 +317,30 @@ def test_what_cannot_be_is_refused_by_name() -> None:
         (r"cache_seqlens: got torch.int64 \(2,\)", {"cache_seqlens": torch.tensor([1, 2])}),
         ("k and v: got one of the two", {"k": k, "cache_seqlens": 1}),
         ("rotary_cos and rotary_sin: got one", {"rotary_cos": torch.ones(9, 2)}),
+        (r"rotary_cos: got \[7, 2\], takes \[at least 8",
+         {"k": k, "v": v, "cache_seqlens": 1, **tables(7)}),
+        (r"rotary_cos: got \[1, 9, 2\]", {"k": k, "v": v, "cache_seqlens": 1, **tables(1, 9)}),
+        ("rotary_cos, rotary_sin: got tables without k", {"cache_seqlens": 1, **tables(9)}),
+        (r"k: got \[1, 3, 2, 8\], takes \(3, seqlen_new, 2, 8\)",
+         {"k": k[:1], "v": v[:1], "cache_seqlens": 1}),
+        (r"v: got \[3, 1, 2, 8\], takes \(3, 3, 2, 8\)",
+         {"k": k, "v": v[:, :1], "cache_seqlens": 1}),
+        (r"cache_leftpad: got torch.int32 \(1,\), takes int32 \(3,\)",
+         {"cache_leftpad": torch.zeros(1).int()}),
+        (r"cache_leftpad: got torch.int32 \(4,\)", {"cache_leftpad": torch.zeros(4).int()}),
+        ("cache_leftpad: got torch.float32", {"cache_leftpad": torch.zeros(3)}),
+        ("cache_batch_idx: got torch.float32", {"cache_batch_idx": torch.zeros(3)}),
         ("cache_batch_idx: got a tensor with block_table",
          {"block_table": torch.zeros(3, 1).int(), "cache_batch_idx": torch.zeros(3).int()}),
     ]  # fmt: skip
     for message, options in refused:
         with pytest.raises(ValueError, match=message):
             calls.flash_attn_with_kvcache(q, *caches, **options)
+    for name in ("cache_leftpad", "cache_batch_idx"):
+        with pytest.raises(TypeError, match=rf"{name}: got list, takes an int32 tensor \(3,\)"):
+            calls.flash_attn_with_kvcache(q, *caches, **{name: [0, 1, 2]})
+    with pytest.raises(ValueError, match=r"q: got \[3, 4, 8\], takes \(batch, seqlen_q"):
+        calls.flash_attn_with_kvcache(q[0], *caches)
     with pytest.raises(ValueError, match="k_cache: got 2 entries, takes one for each of 3"):
         calls.flash_attn_with_kvcache(q, *slabs(8, entries=2))
     apart = [cache[::2] for cache in slabs(2048, entries=6)]

@@ -307,12 +307,12 @@ def _gate(
         raise ValueError("A_log: got None, takes a tensor (HV,) with use_gate_in_kernel=True")
     if A_log is not None:
         check_count("A_log", A_log, "(HV,)", g.shape[2:3])
-    g = g.float()
+    g = _wide(g)
     if dt_bias is not None:
         form = "(HV,)" if g.dim() == 3 else "(HV * K,)"
         check_count("dt_bias", dt_bias, form, (g.shape[2:].numel(),))
-        g = g + dt_bias.float().view(g.shape[2:])
-    factor = None if A_log is None else A_log.float().exp().view(-1, *[1] * (g.dim() - 3))
+        g = g + _wide(dt_bias).view(g.shape[2:])
+    factor = None if A_log is None else _wide(A_log).exp().view(-1, *[1] * (g.dim() - 3))
     if lower_bound is not None:
         return lower_bound * torch.sigmoid(g if factor is None else factor * g)
     assert factor is not None
@@ -328,7 +328,12 @@ def _rate(beta: Tensor, v: Tensor, sigmoid: bool, twice: bool) -> Tensor:
         raise ValueError("allow_neg_eigval: got True, takes it with use_beta_sigmoid_in_kernel")
     if not sigmoid:
         return beta
-    return torch.sigmoid(beta.float()) * (2.0 if twice else 1.0)
+    return torch.sigmoid(_wide(beta)) * (2.0 if twice else 1.0)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """In float32, in which fla computes gates; float64 stays."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _check(

@@ -49,7 +49,7 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
             the cache is an error on a CPU, and left out on a GPU, whose lengths are not read.
         rotary_cos, rotary_sin: (positions, rotary_dim / 2): new keys are turned by those of their
             positions; so are queries of a causal or windowed call, and all others by those of the
-            first new position.
+            first new position. At least as many positions as the cache has room for; not without k.
         cache_seqlens: tokens in the cache before, int32 (batch,) or one number for all. None: the
             whole cache, and nothing is new.
         cache_batch_idx: int32 (batch,): which entry of the cache is whose; not with block_table.
@@ -76,7 +76,11 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
         >>> torch.equal(k_cache[1, 9], k[1, 0])
         True
     """
-    options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    if q.dim() != 4:
+        raise ValueError(f"q: got {list(q.shape)}, takes (batch, seqlen_q, nheads, headdim)")
+    options = attention_options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, (q.shape[0], q.shape[2])
+    )
     return_lse = flag("return_softmax_lse", return_softmax_lse)
     whole("num_splits", num_splits)
     rotation = _Rotation.of(rotary_cos, rotary_sin, flag("rotary_interleaved", rotary_interleaved))
@@ -84,9 +88,17 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
         raise ValueError("cache_seqlens: got None with k, takes the lengths before")
     if (k is None) != (v is None):
         raise ValueError("k and v: got one of the two, takes both or neither")
+    if k is not None and v is not None:
+        _check_new(k, v, q, k_cache, v_cache)
+    elif rotation is not None:
+        raise ValueError("rotary_cos, rotary_sin: got tables without k, take them with k and v")
+    _check_by_sequence("cache_batch_idx", cache_batch_idx, len(q))
+    _check_by_sequence("cache_leftpad", cache_leftpad, len(q))
     with torch.no_grad(), without_autocast(q):  # as flash-attn computes in the rows' dtype
         pages = _Pages.of(len(q), (k_cache, v_cache), block_table, cache_batch_idx)
         before, after = pages.lengths(cache_seqlens, len(q), 0 if k is None else k.shape[1])
+        if rotation is not None:
+            rotation.check(pages.capacity)
         if k is not None and v is not None:
             pages.append(k, v, before, rotation)
         if rotation is not None:
@@ -107,6 +119,28 @@ def flash_attn_with_kvcache(  # breaks function-length: most of it is the docstr
     return found if return_lse else found[0]
 
 
+def _check_new(k: Tensor, v: Tensor, q: Tensor, k_cache: Tensor, v_cache: Tensor) -> None:
+    """Refuse by name new rows that are not of q's sequences and of the cache's heads."""
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        wanted = (q.shape[0], k.shape[1] if k.dim() == 4 else -1, *cache.shape[-2:])
+        if tuple(rows.shape) != wanted:
+            length = "seqlen_new" if name == "k" else wanted[1]
+            takes = f"({wanted[0]}, {length}, {wanted[2]}, {wanted[3]})"
+            raise ValueError(f"{name}: got {list(rows.shape)}, takes {takes}")
+
+
+def _check_by_sequence(name: str, numbers: Any, batch: int) -> None:
+    """Refuse by name what is no whole number for each sequence."""
+    if numbers is None:
+        return
+    if not isinstance(numbers, Tensor):
+        raise TypeError(f"{name}: got {type(numbers).__name__}, takes an int32 tensor ({batch},)")
+    kinds = torch.int32, torch.int64
+    if numbers.dtype not in kinds or tuple(numbers.shape) != (batch,):
+        got = f"{numbers.dtype} {tuple(numbers.shape)}"
+        raise ValueError(f"{name}: got {got}, takes int32 ({batch},)")
+
+
 class _Rotation(NamedTuple):
     """Angles by position [positions, rotary_dim / 2], and which channels are pairs."""
 
@@ -121,6 +155,15 @@ class _Rotation(NamedTuple):
         if cos is not sin:
             raise ValueError("rotary_cos and rotary_sin: got one of the two, takes both or neither")
         return None
+
+    def check(self, room: int) -> None:
+        """Refuse tables that have no angles for each place in the cache, as flash-attn does."""
+        for name, table in (("rotary_cos", self.cos), ("rotary_sin", self.sin)):
+            if table.dim() != 2 or table.shape[0] < room:
+                raise ValueError(
+                    f"{name}: got {list(table.shape)}, takes [at least {room}, rotary_dim / 2], an "
+                    "angle for each place in the cache"
+                )
 
     def at(self, position: Tensor) -> tuple[Tensor, Tensor]:
         rows = position.flatten().long()
@@ -203,6 +246,6 @@ class _Pages(NamedTuple):
         slots = torch.where(fits, page.long() * size + position % size, -1)
         saccade.write_kv_cache(
             k.flatten(0, 1), v.flatten(0, 1), self.keys, self.values, slots.flatten(),
-            rotary=None if rotation is None else rotation.at(position),
+            rotary=None if rotation is None else rotation.at(torch.where(fits, position, 0)),
             interleaved=rotation is None or rotation.interleaved,
         )  # fmt: skip

@@ -18,19 +18,27 @@ from saccade.integrations.arguments import chained, flag, heads_first, pair, rea
 
 
 def attention_options(
-    softmax_scale: Any, causal: Any, window_size: Any, softcap: Any, alibi_slopes: Tensor | None
+    softmax_scale: Any,
+    causal: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any = None,
+    sequences: tuple[int, int] = (0, 0),
 ) -> dict[str, Any]:
-    """The options that all calls share (see `flash_attn_func`), as `saccade.attention` has them."""
+    """The options that all calls share (see `flash_attn_func`), as `saccade.attention` has them.
+
+    Args:
+        sequences: how many there are, and how many heads of queries, where slopes are given.
+    """
     scale = None if softmax_scale is None else real("softmax_scale", softmax_scale)
     causal = flag("causal", causal)
     left, right = (None if rows < 0 else rows for rows in pair("window_size", window_size))
     softcap = real("softcap", softcap)
+    if softcap != softcap:
+        raise ValueError("softcap: got nan, takes a number; 0: no cap")
     alibi = None
     if alibi_slopes is not None:
-        if alibi_slopes.dim() not in (1, 2):
-            raise ValueError(
-                f"alibi_slopes: got {list(alibi_slopes.shape)}, takes [heads] or [batch, heads]"
-            )
+        _check_slopes(alibi_slopes, *sequences)
         by_head = alibi_slopes.dim() == 1
         alibi = scores.alibi(alibi_slopes) if by_head else alibi_by_batch(alibi_slopes)
     return {
@@ -38,6 +46,18 @@ def attention_options(
         "score": chained(scores.softcap(softcap) if softcap > 0 else None, alibi),
         "scale": scale,
     }
+
+
+def _check_slopes(slopes: Any, batch: int, heads: int) -> None:
+    """Refuse slopes of other sequences or heads than there are: the first would be taken."""
+    takes = f"floating-point numbers [{heads}] or [{batch}, {heads}]"
+    if not isinstance(slopes, Tensor):
+        raise TypeError(f"alibi_slopes: got {type(slopes).__name__}, takes a tensor of {takes}")
+    if not slopes.is_floating_point():
+        raise TypeError(f"alibi_slopes: got {slopes.dtype}, takes {takes}")
+    shape = tuple(slopes.shape)
+    if shape != (heads,) and shape != (batch, heads):
+        raise ValueError(f"alibi_slopes: got {list(shape)}, takes {takes}")
 
 
 @scores.function(align="bottom_right")
@@ -141,7 +161,9 @@ def flash_attn_func(
         torch.Size([2, 16, 4, 32])
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
-    options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = attention_options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes, (q.shape[0], q.shape[-2])
+    )
     output, lse = heads_first(
         saccade.attention, q, k, v, **options, dropout_p=dropout_p,
         deterministic=flag("deterministic", deterministic), return_lse=True,
@@ -269,7 +291,10 @@ def flash_attn_varlen_func(  # breaks function-length: most of it is the docstri
         torch.Size([10, 4, 32])
     """
     dropout_p, weights = no_weights(return_attn_probs, dropout_p)
-    options = attention_options(softmax_scale, causal, window_size, softcap, alibi_slopes)
+    options = attention_options(
+        softmax_scale, causal, window_size, softcap, alibi_slopes,
+        (len(cu_seqlens_q) - 1, q.shape[-2]),
+    )  # fmt: skip
     longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
     deterministic = flag("deterministic", deterministic)
     if block_table is None:

@@ -67,7 +67,7 @@ def flash_attn_func(
     scales = _scales(q, q_descale, k_descale, v_descale)
     _check(qv, *scales.unserved, attention_chunk, num_splits, pack_gqa, sm_margin)
     if scales.fp8 is not None:
-        options = attention_options(softmax_scale, causal, window_size, softcap, None)
+        options = attention_options(softmax_scale, causal, window_size, softcap)
         found = heads_first(
             saccade.attention_fp8, q, k, v, **options, **scales.fp8, return_lse=True
         )
@@ -161,7 +161,7 @@ def flash_attn_varlen_func(
     _check(qv, *scales.unserved, attention_chunk, num_splits, pack_gqa, sm_margin)
     serve_only(None, seqused_q=seqused_q, seqused_k=seqused_k)
     if scales.fp8 is not None:
-        options = attention_options(softmax_scale, causal, window_size, softcap, None)
+        options = attention_options(softmax_scale, causal, window_size, softcap)
         longest = whole("max_seqlen_q", max_seqlen_q), whole("max_seqlen_k", max_seqlen_k)
         found = saccade.attention_fp8_varlen(
             q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q=longest[0], max_seqlen_k=longest[1],
@@ -240,7 +240,7 @@ def flash_attn_with_kvcache(  # breaks function-length: half of it is its argume
             "page_table, cache_seqlens: take tensors with cu_seqlens_q: queries are packed over "
             "pages alone"
         )
-    options = attention_options(softmax_scale, causal, window_size, softcap, None)
+    options = attention_options(softmax_scale, causal, window_size, softcap)
     with torch.no_grad():
         found = saccade.attention_paged(
             q, k_cache.transpose(1, 2), v_cache.transpose(1, 2), page_table, cache_seqlens,
