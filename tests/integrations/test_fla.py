@@ -113,8 +113,30 @@ def test_states_and_gates_in_the_wrong_form_are_refused() -> None:
         fla.chunk_linear_attn(*tensors, initial_state=given)
     with pytest.raises(ValueError, match="initial_state: got Tensor, takes a pair"):
         fla.chunk_linear_attn(*tensors, initial_state=state[0])
-    with pytest.raises(ValueError, match="initial_state: got int, takes a tensor"):
-        fla.chunk_simple_gla(*tensors, initial_state=3)
+    for first, form in ((False, r"K, V\)"), (True, r"V, K\)")):
+        for call in (fla.chunk_simple_gla, fla.fused_recurrent_simple_gla):
+            for wrong in (3, state):  # the state of a sum has no place there
+                with pytest.raises(
+                    TypeError, match=rf"initial_state: got .*, takes a tensor .*{form}"
+                ):
+                    call(*tensors, initial_state=wrong, state_v_first=first)
+    for wrong in ((state[0], None), (*state, state[1]), state[:1], (), (1.0, 2.0)):
+        with pytest.raises(ValueError, match=r"initial_state: got .*, takes a pair"):
+            fla.chunk_linear_attn(*tensors, initial_state=wrong)
+    for wrong in ((state[0], state[1][:, 0]), (state[0], state[1].mT), (state[0][0], state[1])):
+        with pytest.raises(
+            ValueError, match=r"initial_state: got .*, takes \(N, H, K, V\) and \(N, 1"
+        ):
+            fla.chunk_linear_attn(*tensors, initial_state=wrong)
+    for call in (fla.chunk_linear_attn, fla.fused_recurrent_linear_attn):
+        for name in ("normalize", "output_final_state"):
+            with pytest.raises(TypeError, match=f"{name}: got str, takes a bool"):
+                call(*tensors, **{name: "no"})
+    for name in ("g", "g_gamma"):
+        with pytest.raises(TypeError, match=f"{name}: got list, takes a floating-point tensor"):
+            fla.chunk_simple_gla(*tensors, **{name: [-0.1] * 3})
+        with pytest.raises(TypeError, match=rf"{name}: got torch.int64, takes a floating-point"):
+            fla.chunk_simple_gla(*tensors, **{name: torch.zeros(3, dtype=torch.int64)})
     with pytest.raises(ValueError, match=r"g: got shape \(2, 3, 9\), takes \(2, 9, 3\)"):
         fla.chunk_simple_gla(*tensors, g=-torch.ones(2, 3, 9))
     with pytest.raises(ValueError, match=r"g_gamma: got shape \(2,\), takes \(3,\)"):

@@ -13,6 +13,7 @@ from saccade.integrations.fla.arguments import (
     check_chunk,
     check_copy,
     check_flag,
+    check_floats,
     check_offsets,
     check_rows,
     check_unknown,
@@ -194,10 +195,12 @@ def fused_recurrent_simple_gla(
     """
     check_unknown(unknown, fused_recurrent_simple_gla)
     check_rows(q, k, v)
-    check_flag("output_final_state", output_final_state)
     check_flag("state_v_first", state_v_first)
-    if state_v_first and isinstance(initial_state, Tensor):
-        initial_state = initial_state.mT
+    if initial_state is not None:
+        if not isinstance(initial_state, Tensor):
+            got, form = type(initial_state).__name__, "V, K" if state_v_first else "K, V"
+            raise TypeError(f"initial_state: got {got}, takes a tensor (N, H, {form})")
+        initial_state = initial_state.mT if state_v_first else initial_state
     output, state = _call(
         [q, k, v], scale, initial_state, output_final_state, False, cu_seqlens, reverse,
         _decay(g, g_gamma, k, v),
@@ -267,6 +270,8 @@ def _call(
     q: Tensor = tensors[0]
     check_rows(*tensors)
     check_offsets(cu_seqlens, q)
+    check_flag("output_final_state", output_final_state)
+    check_flag("normalize", normalize)
     order = _Order(reverse, cu_seqlens, q.shape[1], q.device)
     rows = [order.rows(each) for each in tensors]
     if decay is not None and decay.dim() == 3:
@@ -298,13 +303,30 @@ def _sums(state: State, normalize: bool) -> saccade.LinearState | None:
     """fla's state as saccade's."""
     if state is None:
         return None
-    if isinstance(state, (tuple, list)):
-        return saccade.LinearState(state[0], state[1].squeeze(1))
-    if normalize or not isinstance(state, Tensor):
-        got = type(state).__name__
+    parts = state if isinstance(state, (tuple, list)) else (state,)
+    pair = len(parts) == 2
+    if (
+        not all(isinstance(part, Tensor) for part in parts)
+        or not (pair or len(parts) == 1)
+        or (normalize and not pair)
+    ):
         takes = "a pair (kv, z) with normalize=True" if normalize else "a tensor (N, H, K, V)"
-        raise ValueError(f"initial_state: got {got}, takes {takes}")
-    return saccade.LinearState(state, state.new_zeros(state.shape[:3]))
+        raise ValueError(f"initial_state: got {_kind(state)}, takes {takes}")
+    kv = parts[0]
+    if not pair:
+        return saccade.LinearState(kv, kv.new_zeros(kv.shape[:3]))
+    wanted = (kv.shape[0], 1, *kv.shape[1:3])
+    if kv.dim() != 4 or parts[1].shape != wanted:
+        got = " and ".join(str(tuple(part.shape)) for part in parts)
+        raise ValueError(f"initial_state: got {got}, takes (N, H, K, V) and (N, 1, H, K)")
+    return saccade.LinearState(kv, parts[1].squeeze(1))
+
+
+def _kind(state: Any) -> str:
+    """What it is, and of a sequence what is in it."""
+    if isinstance(state, (tuple, list)):
+        return f"({', '.join(type(part).__name__ for part in state)})"
+    return type(state).__name__
 
 
 class _Order:
@@ -342,6 +364,9 @@ def _decay(g: Tensor | None, g_gamma: Tensor | None, k: Tensor, v: Tensor) -> Te
         raise ValueError("g_gamma: got a tensor beside g, takes one of the two")
     heads = max(k.shape[2], v.shape[2])
     for name, decay, shape in (("g", g, (*k.shape[:2], heads)), ("g_gamma", g_gamma, (heads,))):
-        if decay is not None and tuple(decay.shape) != tuple(shape):
+        if decay is None:
+            continue
+        check_floats(name, decay, "(B, T, H)" if name == "g" else "(H,)")
+        if tuple(decay.shape) != tuple(shape):
             raise ValueError(f"{name}: got shape {tuple(decay.shape)}, takes {tuple(shape)}")
     return g_gamma if g is None else g
