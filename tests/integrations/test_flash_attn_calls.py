@@ -230,6 +230,26 @@ def test_several_sequences_in_a_row() -> None:
     assert torch.equal(found, wanted) and torch.equal(rows.flatten(0, 1)[places], wanted)
 
 
+def test_masks_of_other_rows_are_refused_by_name() -> None:
+    rows, mask = torch.randn(2, 3, 4), torch.tensor([[1, 1, 0], [1, 0, 0]])
+    for wrong in (mask[:, :2], mask[:1], mask[:, None, None]):
+        with pytest.raises(ValueError, match=r"attention_mask: got .*, takes \[2, 3\], as hidden"):
+            shim.unpad_input(rows, wrong)
+        with pytest.raises(ValueError, match=r"unused_mask: got .*, takes \[2, 3\], as hidden"):
+            shim.unpad_input(rows, mask, wrong)
+        with pytest.raises(ValueError, match=r"attention_mask_in_length: got .*, takes \[2, 3\]"):
+            shim.unpad_input_for_concatenated_sequences(rows, wrong)
+    for wrong in (mask * 2, (mask - 1) * 1e4):  # one that is added to scores
+        with pytest.raises(ValueError, match=r"attention_mask: got .* takes ones and zeros"):
+            shim.unpad_input(rows, wrong)
+    with pytest.raises(ValueError, match=r"attention_mask \+ unused_mask: got 6 in sum for 3 tok"):
+        shim.unpad_input(rows, mask, mask)
+    with pytest.raises(ValueError, match="attention_mask_in_length: got 5 in sum for 4 tokens"):
+        shim.unpad_input_for_concatenated_sequences(rows, torch.tensor([[2, 2, 0], [1, 0, 0]]))
+    with pytest.raises(ValueError, match=r"indices: got \[2\], takes \[3\]"):
+        shim.pad_input(rows[0], torch.tensor([0, 1]), 2, 3)
+
+
 # ---- version 3 --------------------------------------------------------------------------------
 
 
@@ -268,6 +288,9 @@ def test_version_3_with_tensors_in_one_and_with_a_cache() -> None:
     )
     with pytest.raises(ValueError, match="num_heads_q: got 3 for 8 heads"):
         third.flash_attn_qkvpacked_func(grouped, num_heads_q=3)
+    for none in (-2, 0, 8):
+        with pytest.raises(ValueError, match=f"num_heads_q: got {none} for 8 heads"):
+            third.flash_attn_qkvpacked_func(grouped, num_heads_q=none)
     cache = [torch.zeros(2, 12, 2, 8, dtype=q.dtype) for _ in range(2)]
     found, lse = third.flash_attn_with_kvcache(
         q, *cache, k, v, cache_seqlens=0, causal=True, return_softmax_lse=True,
@@ -341,6 +364,11 @@ def test_partial_results_as_one() -> None:
     assert found is place
     empty, _ = version_3.flash_attn_combine(outputs[2:], lses[2:])
     assert not bool(empty.any())
+    for wrong in (lses[:, :1], lses[:1], lses.transpose(-1, -2)):
+        with pytest.raises(ValueError, match=r"lse_partial: got .*, takes out_partial's"):
+            version_3.flash_attn_combine(outputs, wrong)
+    with pytest.raises(ValueError, match="out: got"):
+        version_3.flash_attn_combine(outputs, lses, torch.empty_like(outputs))
 
 
 # ---- modules ----------------------------------------------------------------------------------

@@ -156,6 +156,8 @@ def test_what_does_not_fit_is_named() -> None:
         (ValueError, "x: got 3 dimensions, takes 4", lambda: call(x[0], *table)),
         (ValueError, r"seqlen_offsets: got \[3\], takes a number or \[2\]",
          lambda: call(x, *table, seqlen_offsets=torch.zeros(3, dtype=torch.int64))),
+        (TypeError, r"seqlen_offsets: got torch\.float32, takes whole numbers",
+         lambda: call(x, *table, seqlen_offsets=torch.tensor([0.0, 1.5]))),
         (TypeError, "seqlen_offsets: got 1.5", lambda: call(x, *table, seqlen_offsets=1.5)),
         (TypeError, "interleaved: got", lambda: call(x, *table, "no")),
         (TypeError, "inplace: got", lambda: call(x, *table, False, 2)),

@@ -417,6 +417,10 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
         >>> flash_attn.index_put_first_axis(torch.ones(1, 1), torch.tensor([2]), 3).tolist()
         [[0.0], [0.0], [1.0]]
     """
+    if tuple(indices.shape) != tuple(values.shape[:1]):
+        raise ValueError(
+            f"indices: got {list(indices.shape)}, takes [{len(values)}], one for each row"
+        )
     zeros = values.new_zeros(first_axis_dim, *values.shape[1:])
     return zeros.index_copy(0, indices.long(), values)
 
@@ -486,6 +490,9 @@ def unpad_input(
         longest length; and how many tokens each sequence has that are no unused ones. Reads the
         longest length from the device.
 
+    Raises:
+        ValueError: for masks of another shape, and such that are not of ones and zeros.
+
     Examples:
         >>> from saccade.integrations import flash_attn
         >>> padded, seen = torch.randn(2, 4, 8), torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0]])
@@ -493,9 +500,14 @@ def unpad_input(
         >>> tokens.shape, ends.tolist(), longest
         (torch.Size([5, 8]), [0, 2, 5], 3)
     """
-    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    _check_mask("attention_mask", attention_mask, hidden_states)
+    kept, names = attention_mask, "attention_mask"
+    if unused_mask is not None:
+        _check_mask("unused_mask", unused_mask, hidden_states)
+        kept, names = attention_mask + unused_mask, "attention_mask + unused_mask"
     used = attention_mask.sum(-1, dtype=torch.int32)
-    return *_laid_out(hidden_states, kept, kept.sum(-1, dtype=torch.int32)), used
+    lens = kept.sum(-1, dtype=torch.int32)
+    return *_laid_out(hidden_states, kept, lens, names, "ones and zeros"), used
 
 
 def unpad_input_for_concatenated_sequences(
@@ -511,6 +523,9 @@ def unpad_input_for_concatenated_sequences(
     Returns:
         The same as `unpad_input`, without the last, of the sequences.
 
+    Raises:
+        ValueError: for lengths of another shape, and such that are longer than their row.
+
     Examples:
         >>> from saccade.integrations import flash_attn
         >>> rows, lengths = torch.randn(1, 6, 8), torch.tensor([[2, 3, 0, 0, 0, 0]])
@@ -518,11 +533,14 @@ def unpad_input_for_concatenated_sequences(
         >>> found[2].tolist()  # offsets
         [0, 2, 5]
     """
+    name = "attention_mask_in_length"
+    _check_mask(name, attention_mask_in_length, hidden_states)
     total = attention_mask_in_length.sum(-1, keepdim=True)
     column = torch.arange(attention_mask_in_length.shape[-1], device=total.device)
     flat = attention_mask_in_length.flatten()
     lens = flat[flat.nonzero().flatten()].to(torch.int32)
-    return _laid_out(hidden_states, column < total, lens)
+    takes = "lengths that fit in their row"
+    return _laid_out(hidden_states, column < total, lens, name, takes)
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
@@ -545,11 +563,27 @@ def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -
     return padded.unflatten(0, (batch, seqlen))
 
 
+def _check_mask(name: str, mask: Tensor, hidden_states: Tensor) -> None:
+    """Refuse a mask of other rows: places in it would be those of other tokens."""
+    if tuple(mask.shape) != tuple(hidden_states.shape[:2]):
+        raise ValueError(
+            f"{name}: got {list(mask.shape)}, takes {list(hidden_states.shape[:2])}, as "
+            "hidden_states has"
+        )
+
+
 def _laid_out(
-    hidden_states: Tensor, kept: Tensor, lens: Tensor
+    hidden_states: Tensor, kept: Tensor, lens: Tensor, name: str, takes: str
 ) -> tuple[Tensor, Tensor, Tensor, int]:
-    """Tokens that are kept, their indices, offsets of sequences of these lengths, the longest."""
+    """Tokens that are kept, their indices, offsets of sequences of these lengths, the longest.
+
+    Args:
+        name, takes: of the mask, for the error where lengths are not of these tokens.
+    """
     indices = kept.flatten().nonzero().flatten()
     offsets = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
     tokens = index_first_axis(hidden_states.flatten(0, 1), indices)
-    return tokens, indices, offsets, int(lens.max())
+    longest, total = torch.stack((lens.max(), offsets[-1])).tolist()  # read at once
+    if not torch.compiler.is_compiling() and total != len(indices):
+        raise ValueError(f"{name}: got {total} in sum for {len(indices)} tokens, takes {takes}")
+    return tokens, indices, offsets, longest

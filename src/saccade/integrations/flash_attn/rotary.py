@@ -342,6 +342,8 @@ def _positions(x: Tensor, seqlen_offsets: Any, cu_seqlens: Tensor | None) -> tup
     batch = len(x) if cu_seqlens is None else len(cu_seqlens) - 1
     if many and tuple(first.shape) != (batch,):
         raise ValueError(f"seqlen_offsets: got {list(first.shape)}, takes a number or [{batch}]")
+    if many and first.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"seqlen_offsets: got {first.dtype}, takes whole numbers")
     row = torch.arange(x.shape[-3], device=x.device)
     if cu_seqlens is None:
         position = (first[:, None] if many else first) + row.expand(batch, -1)

@@ -108,10 +108,10 @@ def flash_attn_qkvpacked_func(
     if qkv.dim() == 4 and num_heads_q is not None:
         heads = whole("num_heads_q", num_heads_q)
         count = (qkv.shape[2] - heads) // 2
-        if count < 0 or heads + 2 * count != qkv.shape[2]:
+        if heads < 1 or count < 1 or heads + 2 * count != qkv.shape[2]:
             raise ValueError(
                 f"num_heads_q: got {heads} for {qkv.shape[2]} heads, takes what leaves an even "
-                "number"
+                "number above 0"
             )
         q, k, v = qkv.split([heads, count, count], -2)
     else:
@@ -274,6 +274,13 @@ def flash_attn_combine(
         >>> output.shape, lse.shape
         (torch.Size([2, 16, 4, 32]), torch.Size([2, 16, 4]))
     """
+    if lse_partial.shape != out_partial.shape[:-1]:
+        raise ValueError(
+            f"lse_partial: got {list(lse_partial.shape)}, takes out_partial's "
+            f"{list(out_partial.shape[:-1])}"
+        )
+    if out is not None and out.shape != out_partial.shape[1:]:
+        raise ValueError(f"out: got {list(out.shape)}, takes {list(out_partial.shape[1:])}")
     lse = lse_partial.logsumexp(0)
     weights = (lse_partial - lse.masked_fill(lse == -torch.inf, 0)).exp().unsqueeze(-1)
     # A part that saw nothing counts for nothing, whatever its output is.
