@@ -258,3 +258,19 @@ def test_random_maps_are_drawn_as_the_library_draws_them() -> None:
     steady.new_feature_map(device)
     assert torch.equal(steady.omega, before)
     assert ft.SmoothedRandomFourierFeatures(64)(torch.randn(2, 64)).shape == (2, 63)
+
+
+@pytest.mark.parametrize("name", ["LinearAttention", "CausalLinearAttention"])
+def test_a_mask_of_other_keys_is_named(name: str) -> None:
+    layer, tensors = getattr(ft, name)(8), rows()
+    attn_mask = ft.TriangularCausalMask(7) if "Causal" in name else ft.FullMask(7)
+    shorter, longer = ft.LengthMask(torch.tensor([5, 3])), ft.LengthMask(torch.tensor([9, 3]))
+    for wrong in (shorter, longer, ft.FullMask(2, 6), ft.FullMask(3, 7), ft.FullMask(7)):
+        with pytest.raises(ValueError, match=r"key_lengths: got a mask .*, takes \(2, 7\)"):
+            layer(*tensors, attn_mask, None, wrong)
+    with pytest.raises(TypeError, match="key_lengths: got Tensor, takes a LengthMask"):
+        layer(*tensors, attn_mask, None, torch.ones(2, 7, dtype=torch.bool))
+    of_one = ft.LengthMask(torch.tensor([4]), max_len=7)  # of all sequences
+    of_each = ft.LengthMask(torch.tensor([4, 4]), max_len=7)
+    found = layer(*tensors, attn_mask, None, of_one)
+    torch.testing.assert_close(found, layer(*tensors, attn_mask, None, of_each), rtol=0, atol=0)

@@ -155,10 +155,23 @@ class CausalLinearAttention(_LinearAttention):
 def without_hidden(
     feature_map: FeatureMap, query: Tensor, key: Tensor, value: Tensor, mask: BaseMask | None
 ) -> tuple[tuple[Tensor, Tensor, Tensor], dict[str, Any]]:
-    """Rows (N, H, …) and arguments of a call without the keys that a mask (N, S) hides."""
+    """Rows (N, H, …) and arguments of a call without the keys that a mask (N, S) hides.
+
+    A mask (1, S) is that of all sequences.
+
+    Raises:
+        TypeError: for what is no mask, such as a tensor.
+        ValueError: for a mask of other sequences or keys, such as that of the queries.
+    """
     found = in_our_terms(feature_map)
+    batch, length = key.shape[0], key.shape[2]
+    if mask is not None and not hasattr(type(mask), "bool_matrix"):  # nothing is made
+        raise TypeError(f"key_lengths: got {type(mask).__name__}, takes a LengthMask or FullMask")
+    if mask is not None and tuple(mask.shape) not in ((batch, length), (1, length)):
+        got = tuple(mask.shape)
+        raise ValueError(f"key_lengths: got a mask {got}, takes {(batch, length)} of keys")
     if isinstance(mask, LengthMask):
-        lengths = mask.lengths.clamp(0, key.shape[2]).long()
+        lengths = mask.lengths.clamp(0, length).long().expand(batch)
         return (query, key, value), {"feature_map": found, "key_lengths": lengths}
     if mask is None or (isinstance(mask, FullMask) and mask.all_ones):
         return (query, key, value), {"feature_map": found}
