@@ -128,6 +128,12 @@ def test_states_and_gates_in_the_wrong_form_are_refused() -> None:
             ValueError, match=r"initial_state: got .*, takes \(N, H, K, V\) and \(N, 1"
         ):
             fla.chunk_linear_attn(*tensors, initial_state=wrong)
+    offsets = torch.tensor([0, 4, 9])
+    with pytest.raises(ValueError, match=r"initial_state: got \(Tensor, NoneType\)"):
+        fla.fused_recurrent_linear_attn(
+            *(rows[:1] for rows in tensors), initial_state=(state[0], None), normalize=True,
+            reverse=True, cu_seqlens=offsets,
+        )  # fmt: skip
     for call in (fla.chunk_linear_attn, fla.fused_recurrent_linear_attn):
         for name in ("normalize", "output_final_state"):
             with pytest.raises(TypeError, match=f"{name}: got str, takes a bool"):

@@ -407,7 +407,7 @@ def test_an_import_finds_the_calls_until_they_are_taken_away() -> None:
         from xformers.ops.fmha.attn_bias import BlockDiagonalCausalMask, _SeqLenInfo
         from xformers.ops.fmha.common import AttentionFwOpBase
 
-        assert xops.memory_efficient_attention is theirs.memory_efficient_attention
+        assert shim.memory_efficient_attention is theirs.memory_efficient_attention
         assert theirs.memory_efficient_attention is fmha.memory_efficient_attention
         assert BlockDiagonalCausalMask is theirs.BlockDiagonalCausalMask
         assert _SeqLenInfo is attn_bias._SeqLenInfo
@@ -416,7 +416,7 @@ def test_an_import_finds_the_calls_until_they_are_taken_away() -> None:
         operator = xops.MemoryEfficientAttentionFlashAttentionOp
         assert operator == (theirs.flash.FwOp, theirs.flash.BwOp)
         rows = torch.randn(1, 4, 2, 8)
-        found = xops.memory_efficient_attention(rows, rows, rows, op=operator)
+        found = shim.memory_efficient_attention(rows, rows, rows, op=operator)
         assert found.equal(fmha.memory_efficient_attention(rows, rows, rows))
         assert [each.shape for each in xops.unbind(rows, 2)] == [(1, 4, 8)] * 2
         with pytest.raises(ImportError):
@@ -430,3 +430,37 @@ def test_an_import_finds_the_calls_until_they_are_taken_away() -> None:
     shim.uninstall()  # once more changes nothing
     assert "xformers.ops" not in sys.modules
     assert (importlib.util.find_spec("xformers") is None) == absent
+
+
+def test_a_bias_that_is_written_by_hand_is_refused() -> None:
+    """What xformers does too, whose kernels know no class of somebody else's."""
+
+    class Everything(attn_bias.LowerTriangularMask):
+        def materialize(
+            self, shape: Any, dtype: Any = torch.float32, device: Any = "cpu"
+        ) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+    class Child(Everything):
+        pass
+
+    class Packed(attn_bias.BlockDiagonalMask):
+        def materialize(
+            self, shape: Any, dtype: Any = torch.float32, device: Any = "cpu"
+        ) -> Tensor:
+            return super().materialize(shape, dtype, device) + 1
+
+    class Named(attn_bias.LowerTriangularMask):
+        """Of another name, and nothing else."""
+
+    rows = torch.randn(1, 6, 2, 8)
+    for bias in (Everything(), Child(), Packed.from_seqlens([2, 4])):
+        for call in (
+            shim.memory_efficient_attention, shim.memory_efficient_attention_forward_requires_grad,
+        ):  # fmt: skip
+            with pytest.raises(NotImplementedError, match=r"attn_bias: got a .* of its own, takes"):
+                call(rows, rows, rows, bias)
+    assert bool((Packed.from_seqlens([2, 4]).materialize((6, 6))[:2, :2] == 1).all())
+    wanted = shim.memory_efficient_attention(rows, rows, rows, attn_bias.LowerTriangularMask())
+    found = shim.memory_efficient_attention(rows, rows, rows, Named())
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)

@@ -272,6 +272,7 @@ def _call(
     check_offsets(cu_seqlens, q)
     check_flag("output_final_state", output_final_state)
     check_flag("normalize", normalize)
+    sums = _sums(initial_state, normalize)
     order = _Order(reverse, cu_seqlens, q.shape[1], q.device)
     rows = [order.rows(each) for each in tensors]
     if decay is not None and decay.dim() == 3:
@@ -284,7 +285,7 @@ def _call(
         "eps": EPS,
         "scale": max(q.shape[-1], 1) ** -0.5 if scale is None else scale,
         "decay": decay,
-        "initial_state": _sums(order.states(initial_state), normalize),
+        "initial_state": sums and saccade.LinearState(*order.states(sums[:2])),
     }
     if cu_seqlens is None:
         output, state = heads_first(saccade.linear_attention, *rows, **arguments)

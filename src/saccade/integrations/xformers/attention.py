@@ -347,6 +347,8 @@ def _attend(
     if not 0 <= p < 1:
         raise ValueError(f"p: got {p}, takes a probability of at least 0 and less than 1")
     scale = None if scale is None else real("scale", scale)
+    if isinstance(attn_bias, AttentionBias):
+        attn_bias.check()
     if isinstance(attn_bias, PagedKeys):
         _no_dropout(p)
         output, lse = _over_pages(rows, attn_bias, scale)

@@ -32,6 +32,26 @@ class AttentionBias:
 
     HOLDS_DENSE_TENSOR: ClassVar[bool] = False
     align: ClassVar[str] = "bottom_right"
+    _written_by_hand: ClassVar[bool] = False
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Note a class of somebody else's that says by `materialize` alone what is visible."""
+        super().__init_subclass__(**options)
+        own = cls.__module__.startswith(f"{__package__}.")
+        if not own and "materialize" in vars(cls):
+            cls._written_by_hand = "reach" not in vars(cls)
+
+    def check(self) -> None:
+        """Refuse a bias whose `materialize` says something else than its `reach`.
+
+        Raises:
+            NotImplementedError: with the name of its class.
+        """
+        if self._written_by_hand:
+            raise NotImplementedError(
+                f"attn_bias: got a {type(self).__name__} with a materialize of its own, takes a "
+                "class of xformers' own, or a tensor: materialize(shape)"
+            )
 
     def reach(self) -> Reach:
         """How far a row sees within its sequence."""
