@@ -235,6 +235,16 @@ def is_causal(key: str) -> bool:
 
 
 @constant
+def is_capped(key: str) -> bool:
+    """Whether a score is a number times a tanh, whatever is capped so."""
+    expression = parse(key)
+    if not expression or expression[-1].op != "*":
+        return False
+    ops = sorted(_indices(expression, len(expression) - 1))
+    return ops in (["literal", "tanh"], ["number", "tanh"])
+
+
+@constant
 def by_distance(key: str) -> bool:
     """Whether a mask asks alone how far a key is from a row, rows aligned at the bottom right."""
     expression = parse(key)

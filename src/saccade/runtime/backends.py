@@ -19,6 +19,7 @@ from saccade.modifiers.expression import constant
 from saccade.modifiers.normal_form import (
     computes_functions,
     consists_of,
+    is_capped,
     is_causal,
     reads_along_rows,
     reads_by_distance,
@@ -333,6 +334,11 @@ def _fp8_hopper_unsupported(problem: Problem) -> str | None:
         return "strides must be multiples of 16, and that of channels 1"
     if problem.configured:
         return "it has schedules of its own and takes no config"
+    if problem.score and not is_capped(problem.score):
+        return (
+            "of changed scores it takes a softcap alone: weights of rows of large scores, such as "
+            "those of an added mask of -1e9, would be off by powers of 2"
+        )
     return _fp8_triton_unsupported(problem) or _hopper_device_unsupported(
         problem.device, problem.device_index
     )

@@ -13,7 +13,14 @@ import torch
 
 import saccade
 from saccade import scores
+from saccade.gpu import language
 
+INTERPRETED = pytest.param(
+    "triton",
+    marks=pytest.mark.skipif(
+        not language.INTERPRETED, reason="CPU tensors take kernels under the interpreter only"
+    ),
+)
 SMALLEST = torch.finfo(torch.float32).min
 KEYS = 300  # several tiles
 call: Any = saccade.attention_fp8
@@ -26,7 +33,7 @@ def rows_of(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("implementation", ["cpu", "reference"])
+@pytest.mark.parametrize("implementation", ["cpu", "reference", INTERPRETED])
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float16])
 @pytest.mark.parametrize("sinks", [None, "like them", 0.5])
 @pytest.mark.parametrize("size", [-1e9, 1e9, SMALLEST, SMALLEST / 2])

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from fp8_cases import make_case
 
 import saccade
-from saccade import masks
+from saccade import masks, scores
 from saccade.gpu import language
 from saccade.ops.attention.hopper.configs import REGISTERS, SHARED_MEMORY
 from saccade.ops.attention.hopper.softmax import LAZY_RESCALE
@@ -112,6 +112,28 @@ def test_what_it_takes(
         rows = [each.to(torch.float8_e4m3fn) for each in rows]
     found = backends._fp8_hopper_unsupported(problem(rows))
     assert found is None if reason is None else reason in (found or "")
+
+
+@pytest.mark.parametrize(
+    ("score", "taken"),
+    [
+        (scores.softcap(30.0), True),
+        (lambda score, b, h, i, j: 20 * (score / 20).tanh(), True),
+        (scores.softcap(30.0) >> scores.bias(torch.zeros(40, 40)), False),
+        (scores.alibi(torch.ones(2)), False),
+        (lambda score, b, h, i, j: torch.where(i >= j, score, score - 1e9), False),
+    ],
+    ids=["softcap", "written softcap", "bias", "alibi", "added mask"],
+)
+def test_leaves_scores_that_may_be_large(
+    monkeypatch: pytest.MonkeyPatch, score: Any, taken: bool
+) -> None:
+    """It multiplies them by log2 e before it compares them."""
+    for name in ("_triton_device_unsupported", "_hopper_device_unsupported"):
+        monkeypatch.setattr(backends, name, lambda *device: None)
+    rows = [torch.zeros(1, 2, 40, 64).to(torch.float8_e4m3fn)] * 3
+    found = backends._fp8_hopper_unsupported(problem(rows, score=score))
+    assert found is None if taken else "a softcap alone" in str(found)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,14 @@ from typing import Any, NamedTuple
 
 from saccade.gpu.fp8_numbers import as_e4m3, operand
 from saccade.gpu.language import tl, triton
-from saccade.gpu.online_softmax import LN_2, LOG2_E, max_of_rows, sum_of_rows
+from saccade.gpu.online_softmax import (
+    LN_2,
+    LOG2_E,
+    load_sink,
+    max_of_rows,
+    power,
+    sum_of_rows,
+)
 from saccade.gpu.tensor_view import (
     any_nonfinite,
     load_numbers,
@@ -144,7 +151,7 @@ def attention_fp8_forward(
                     key, values, scales, rules, at, query_tile, factor, shift, kv_start, state,
                     HEAD_DIM, VALUE_DIM, NAN_SAFE_ROWS, True, True,
                 )  # fmt: skip
-    multiplier, natural_lse = finish(state, shift, sinks, query_head, rules.score is None)
+    multiplier, natural_lse = finish(state, shift, sinks, query_head, rules.score is not None)
     attended = total_of(state) * multiplier[:, None]
     if scales.value is not None:  # last: only means of values are sure to suit float32
         if scales.value.step == 0:  # one for all keys
@@ -222,12 +229,19 @@ def fold_tile(
         scores = tl.where(visible, scores, float("-inf"))
 
     factor = factor * LOG2_E
-    new_max = tl.maximum(row_max, max_of_rows(scores, True) * factor)
+    largest = max_of_rows(scores, True)
+    if rules.score is None:
+        largest = largest * factor
+    new_max = tl.maximum(row_max, largest)
     base = new_max
     if PARTIAL or rules.score is not None:  # a row may have seen nothing
         base = tl.where(new_max == float("-inf"), 0.0, new_max)
-    rescale = tl.exp2(row_max - base)
-    weights = tl.exp2(scores * factor - (base - LIFT)[:, None])  # one FMA, one exponential
+    if rules.score is None:
+        rescale = tl.exp2(row_max - base)
+        weights = tl.exp2(scores * factor - (base - LIFT)[:, None])  # one FMA, one exponential
+    else:  # natural, and so is row_max (gpu/online_softmax.py)
+        rescale = power(row_max - base, True)
+        weights = tl.exp2((scores - base[:, None]) * LOG2_E + LIFT)
     row_sum = state.row_sum * rescale + sum_of_rows(weights, True)
     value_scale, change_of_unit = 1.0, 1.0
     if scales.value is not None:  # noqa: SIM102 (known when compiling)
@@ -245,8 +259,9 @@ def fold_tile(
 
 
 @triton.jit
-def finish(state, shift, sinks, head, SHIFTED: tl.constexpr):
-    """What the weighted sums are multiplied by, and the natural lse. SHIFTED: scores lack `shift`.
+def finish(state, shift, sinks, head, NATURAL: tl.constexpr):
+    """What the weighted sums are multiplied by, and the natural lse. NATURAL: so are scores, which
+    have `shift` then; others lack it.
 
     Sinks join here, so that weights are as large as they can be until then. A row that saw nothing
     multiplies 0 by 1 and has the lse -inf.
@@ -254,17 +269,22 @@ def finish(state, shift, sinks, head, SHIFTED: tl.constexpr):
     row_max, row_sum = state.row_max, state.row_sum
     rescale = tl.full([row_max.shape[0]], 1.0, tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E + tl.zeros_like(row_max)
-        if SHIFTED:
+        sink = load_sink(sinks, head, NATURAL) + tl.zeros_like(row_max)
+        if not NATURAL:
             sink = sink - shift * LOG2_E
         top = tl.maximum(row_max, sink)
         base = tl.where(top == float("-inf"), 0.0, top)
-        rescale = tl.exp2(row_max - base)
-        row_sum = row_sum * rescale + tl.exp2(sink - base + LIFT)
+        rescale = power(row_max - base, NATURAL)
+        if NATURAL:  # noqa: SIM108
+            of_sink = tl.exp2((sink - base) * LOG2_E + LIFT)
+        else:
+            of_sink = tl.exp2(sink - base + LIFT)
+        row_sum = row_sum * rescale + of_sink
         row_max = top
     seen = row_sum != 0
     divisor = tl.where(seen, row_sum, 1.0)
-    natural_lse = (row_max + (tl.log2(divisor) - LIFT)) * LN_2
-    if SHIFTED:
-        natural_lse = natural_lse + shift
+    if NATURAL:
+        natural_lse = row_max + (tl.log2(divisor) - LIFT) * LN_2
+    else:
+        natural_lse = (row_max + (tl.log2(divisor) - LIFT)) * LN_2 + shift
     return rescale / divisor, tl.where(seen, natural_lse, float("-inf"))
