@@ -154,6 +154,11 @@ def test_line_numbers_that_are_left_out_change_no_instruction(
     assert all(whole[name] == short[name] for name in code)
 
 
+def test_calls_without_bfloat16_have_the_memory_to_be_made() -> None:
+    """Chunks of the gated delta rule are short there, and states between them are of float32."""
+    assert variants.variants_of("sm_75", "delta_*")
+
+
 def test_the_number_of_variants_is_printed_last() -> None:
     step = "linear_attention_step*"
     done = run("--list", "--arch", "sm_80", "--kernel", "linear_step", "--call", step)
