@@ -443,12 +443,15 @@ def _check_mask(module: torch.nn.Module, attention_mask: Any, window: int | None
     Raises:
         ValueError: for such a layer.
     """
-    if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
-        raise ValueError(
-            "saccade_step: got a layer with a floating-point mask of its own, takes layers that "
-            "pass on what the mask function made"
-        )
-    if not isinstance(attention_mask, LazyMask) or _as_told.get(id(module)) is module:
+    if not isinstance(attention_mask, LazyMask):
+        if isinstance(attention_mask, Tensor) and attention_mask.is_floating_point():
+            raise ValueError(
+                "saccade_step: got a layer with a floating-point mask of its own, takes layers "
+                "that pass on what the mask function made"
+            )
+        return
+    # A graph cannot look at numbers.
+    if torch.compiler.is_compiling() or _as_told.get(id(module)) is module:
         return
     request = attention_mask.request
     named = getattr(getattr(module, "config", None), "max_position_embeddings", None)
