@@ -6,7 +6,7 @@ import array
 import itertools
 import operator
 import threading
-from collections.abc import Collection, Iterable, Mapping, Sequence, Set
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
@@ -15,27 +15,38 @@ import torch
 from torch import Tensor
 
 from saccade.kv_cache import sequences as changes
+from saccade.kv_cache.arguments import (
+    check_latent,
+    check_options,
+    check_order,
+    check_pages,
+    new_tokens,
+    pages_of_windows,
+    sequence_list,
+    sizes_of,
+    slots_of_group,
+    spares_of,
+    states_of,
+    token_list,
+    windows_of,
+)
 from saccade.kv_cache.pool import at_once, locked
-from saccade.kv_cache.sequences import Change, Group, GroupGrowth, PageList, Tokens
+from saccade.kv_cache.sequences import Change, Group, GroupGrowth, PageList
 from saccade.kv_cache.storage import (
     LayerPages,
-    LayerSizes,
     PageMemory,
     PageSizes,
     StateMemory,
-    StateSize,
     on_device,
     write_kv_cache,
 )
 from saccade.masks import as_mask
 from saccade.masks import window as window_mask
 from saccade.ops.paged_attention.api import attention_paged
-from saccade.runtime.arguments import LARGEST_PAGE, check_flag, check_whole_number
+from saccade.runtime.arguments import check_flag, check_whole_number
 from saccade.runtime.call_cache import observed
-from saccade.runtime.spec import DTYPES, QUANTISED
 
 MOST_TABLES = 16  # of other sequences, groups and streams, that are known at once
-LARGEST_TOKEN = 2**63 - 1  # what the prefix index hashes in eight bytes
 
 
 @dataclass(frozen=True)
@@ -189,23 +200,23 @@ class PagedCache:
         num_states: int = 0,
         host_states: int = 0,
     ):
-        _check_pages(page_size, dtype)
+        check_pages(page_size, dtype)
         check_flag("latent", latent)
         check_flag("prefix_caching", prefix_caching)
         self._grouped = windows is not None
-        sizes_of_states = _states_of(states, num_states, host_states)
-        of_layers = _windows_of(num_layers, window, windows, paged=not sizes_of_states)
+        sizes_of_states = states_of(states, num_states, host_states)
+        of_layers = windows_of(num_layers, window, windows, paged=not sizes_of_states)
         value_dim = head_dim if value_dim is None else value_dim
-        sizes = _sizes_of(
+        sizes = sizes_of(
             len(of_layers), {"kv_heads": kv_heads, "head_dim": head_dim, "value_dim": value_dim}
         )
         if latent:
-            _check_latent(sizes, dtype)
+            check_latent(sizes, dtype)
         some = {each for each in of_layers if each is not None}
         everything: list[int | None] = [None] if None in of_layers else []
         self.windows = (*everything, *sorted(some, reverse=True))
-        self.num_pages = _of_windows("num_pages", num_pages, self.windows, least=1)
-        of_host = _of_windows("host_pages", host_pages, self.windows, least=0)
+        self.num_pages = pages_of_windows("num_pages", num_pages, self.windows, least=1)
+        of_host = pages_of_windows("host_pages", host_pages, self.windows, least=0)
         self.page_size, self.device = page_size, torch.device(device)
         self.groups = []
         for each, pages, on_host in zip(self.windows, self.num_pages, of_host, strict=True):
@@ -244,7 +255,7 @@ class PagedCache:
         """
         if not isinstance(salt, bytes):
             raise TypeError(f"salt: got {type(salt).__name__}, takes bytes")
-        number, tokens = next(self._numbers), _token_list(tokens)
+        number, tokens = next(self._numbers), token_list(tokens)
         changes.enter(changes.begun(self._everything, number, tokens, salt))
         return number
 
@@ -308,8 +319,8 @@ class PagedCache:
         keep: Collection[int] = (),
     ) -> Any:
         """`append` whose slots are plain numbers: nothing waits for the device."""
-        new = _new_tokens(tokens)
-        spares = [None] * len(self.groups) if spare is None else _spares(spare, len(self.groups))
+        new = new_tokens(tokens)
+        spares = [None] * len(self.groups) if spare is None else spares_of(spare, len(self.groups))
         if keep and not isinstance(keep, Collection):
             raise TypeError(f"keep: got {type(keep).__name__}, takes a list or set of sequences")
         growths = [
@@ -337,10 +348,10 @@ class PagedCache:
             ValueError: for more tokens than it has.
         """
         held = [group.find(sequence) for group in self._everything]
-        _check_order(tokens)
+        check_order(tokens)
         if len(tokens) > held[0].length:
             raise ValueError(f"tokens: got {len(tokens)}, takes at most {held[0].length}")
-        fresh = [_token_list(tokens[len(each.tokens) :]) for each in held]
+        fresh = [token_list(tokens[len(each.tokens) :]) for each in held]
         at_once(partial(each.tokens.extend, new) for each, new in zip(held, fresh, strict=True))
         changes.enter(
             [
@@ -429,7 +440,7 @@ class PagedCache:
 
         A released page is replaced by one that the sequence holds: its mask must be the window's.
         """
-        numbers = _several(sequences)
+        numbers = sequence_list(sequences)
         return self._by_group(
             [self._tables([group.find(each) for each in numbers]) for group in self.groups]
         )
@@ -458,7 +469,7 @@ class PagedCache:
         if not self.states:
             raise ValueError("sequences: got some of a cache without states, takes one with states")
         found = []
-        for sequence in _several(sequences):
+        for sequence in sequence_list(sequences):
             held = self._everything[-1].find(sequence).kept
             if not held:
                 raise ValueError(
@@ -495,9 +506,9 @@ class PagedCache:
         are the first channels of keys, value is None."""
         pages = self.pages(layer)
         if not isinstance(slots, Tensor):
-            slots = _of_group(slots, self._address(layer).group, len(self.groups))
+            slots = slots_of_group(slots, self._address(layer).group, len(self.groups))
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        _check_own(options, scales)
+        check_options(options)
         if self.latent and value is not None:
             raise TypeError("value: got a tensor, takes None: values are a part of keys here")
         if value is None and not self.latent:
@@ -513,13 +524,13 @@ class PagedCache:
                 of one reaches back to released pages.
         """
         pages, group = self.pages(layer), self.groups[self._address(layer).group]
-        sequences = _several(sequences)
+        sequences = sequence_list(sequences)
         if group.window is not None:
             check_released(group, sequences, query, options.get("cu_seqlens_q"))
             seen, mask = window_mask(group.window), options.get("mask")
             options["mask"] = seen if mask is None else as_mask(mask) & seen
         scales = {"key_scales": pages.key_scales, "value_scales": pages.value_scales}
-        _check_own(options, scales)
+        check_options(options)
         return attention_paged(
             query, pages.key_pages, pages.value_pages, *self._known_tables(layer, sequences),
             **scales, **options,
@@ -648,40 +659,6 @@ class PagedCache:
         return found if self._grouped else found[0]
 
 
-TABLES = "key_pages", "value_pages", "page_table", "kv_lens"
-
-
-def _check_own(options: Mapping[str, Any], scales: Mapping[str, Any]) -> None:
-    """Refuse options that are the cache's own to give."""
-    for name in options:
-        if name in scales or name in TABLES:
-            raise TypeError(f"{name}: got it as an option, takes none here: the cache has its own")
-
-
-def _of_group(slots: Any, number: int, groups: int) -> Tensor:
-    """A group's slots, of a list with those of each.
-
-    Raises:
-        TypeError: for what is no such list.
-    """
-    if not isinstance(slots, (list, tuple)) or len(slots) != groups:
-        several = f"a list of {groups} such, one for each group of layers"
-        raise TypeError(f"slots: got {type(slots).__name__}, takes int64 [tokens], or {several}")
-    return slots[number]
-
-
-def _several(sequences: Any) -> list[int]:
-    """Numbers of sequences in a list.
-
-    Raises:
-        TypeError: for one number by itself, or what is none.
-    """
-    found = sequences.tolist() if isinstance(sequences, Tensor) else sequences
-    if not isinstance(found, Iterable):
-        raise TypeError(f"sequences: got {found!r}, takes a list of numbers")
-    return list(found)
-
-
 def _stream(device: torch.device) -> Any:
     """The stream that work of a device goes to now; others do not wait for what it makes."""
     return torch.cuda.current_stream(device) if device.type == "cuda" else None
@@ -724,166 +701,3 @@ def _page_numbers(held: PageList) -> list[int]:
         return [*held.pages]  # pyright: ignore[reportReturnType]  # there is no None
     other = next(iter(held.kept), 0)
     return [other if page is None else page for page in held.pages]
-
-
-def _new_tokens(tokens: Mapping[int, Tokens]) -> dict[int, Tokens]:
-    """A caller's new tokens, for each sequence.
-
-    Raises:
-        TypeError, ValueError: naming what is no token and no number of them.
-    """
-    found: dict[int, Tokens] = {}
-    if not isinstance(tokens, Mapping):
-        got = type(tokens).__name__
-        raise TypeError(f"tokens: got {got}, takes a mapping from sequences to their new tokens")
-    for sequence, new in tokens.items():
-        if type(new) is not int or new < 0:  # else it is a number of them, as in most calls
-            if isinstance(new, int):
-                check_whole_number("tokens", new, least=0)
-            else:
-                new = _token_list(new)
-        found[sequence] = new
-    return found
-
-
-def _spares(spare: object, groups: int) -> list[int | None]:
-    """For each group of layers None, or how many of its new tokens may be trimmed.
-
-    Raises:
-        TypeError, ValueError: naming `spare`.
-    """
-    takes = f"a list of None or whole numbers, one for each of {groups} groups of layers"
-    if isinstance(spare, (str, bytes)) or not isinstance(spare, Sequence):
-        raise TypeError(f"spare: got {type(spare).__name__}, takes {takes}")
-    if len(spare) != groups:
-        raise ValueError(f"spare: got {len(spare)} of them, takes {takes}")
-    for each in spare:
-        check_whole_number("spare", 0 if each is None else each, least=0)
-    return [*spare]
-
-
-def _token_list(tokens: Sequence[int] | Tensor) -> list[int]:
-    """Tokens as whole numbers of Python's own.
-
-    Raises:
-        TypeError: for what are no whole numbers, True and False among them.
-        ValueError: for numbers below 0 or above 2^63 - 1.
-    """
-    _check_order(tokens)
-    several: Any = tokens.tolist() if isinstance(tokens, Tensor) else tokens
-    found = [_token(token) for token in several]
-    if found and not (min(found) >= 0 and max(found) <= LARGEST_TOKEN):
-        got = min(found) if min(found) < 0 else max(found)
-        raise ValueError(f"tokens: got {got}, takes 0 to 2^63 - 1")
-    return found
-
-
-def _check_order(tokens: object) -> None:
-    """Refuse what holds no tokens in an order, or is text, whose bytes are no tokens."""
-    if (
-        not isinstance(tokens, Iterable)
-        or isinstance(tokens, (str, bytes, bytearray, Set, Mapping))
-        or (isinstance(tokens, Tensor) and tokens.dim() == 0)
-    ):
-        raise TypeError(f"tokens: got {type(tokens).__name__}, takes several whole numbers")
-
-
-def _token(token: object) -> int:
-    if isinstance(token, bool) or not hasattr(token, "__index__"):
-        raise TypeError(f"tokens: got {type(token).__name__}, takes whole numbers")
-    return operator.index(token)  # pyright: ignore[reportArgumentType]  # it has __index__
-
-
-def _of_windows(
-    name: str,
-    numbers: int | Mapping[int | None, int],
-    windows: Sequence[int | None],
-    *,
-    least: int,
-) -> tuple[int, ...]:
-    """Numbers of pages, one for each window."""
-    found = []
-    for window in windows:
-        if isinstance(numbers, Mapping) and window not in numbers:
-            got = dict(numbers)
-            raise ValueError(f"{name}: got {got}, takes a number for the window {window} too")
-        found.append(numbers[window] if isinstance(numbers, Mapping) else numbers)
-        check_whole_number(name, found[-1], least=least)
-    for window in numbers if isinstance(numbers, Mapping) else ():
-        if window not in windows:
-            raise ValueError(f"{name}: got a number for the window {window}, which no layer has")
-    return tuple(found)
-
-
-def _sizes_of(count: int, numbers: Mapping[str, int | Sequence[int]]) -> list[LayerSizes]:
-    """What each layer keeps for a token."""
-    of_layers: list[list[int]] = []
-    for name, number in numbers.items():
-        several = [*number] if isinstance(number, Sequence) else [number] * count
-        if len(several) != count:
-            raise ValueError(f"{name}: got {len(several)} numbers, takes one for each of {count}")
-        for each in several:
-            check_whole_number(name, each, least=1)
-        of_layers.append(several)
-    return [LayerSizes(*sizes) for sizes in zip(*of_layers, strict=True)]
-
-
-def _check_pages(page_size: int, dtype: torch.dtype) -> None:
-    check_whole_number("page_size", page_size, least=1)
-    if page_size > LARGEST_PAGE:
-        raise ValueError(f"page_size: got {page_size}, takes 1 to {LARGEST_PAGE}")
-    if dtype not in DTYPES + QUANTISED:
-        raise TypeError(f"dtype: got {dtype}, takes a floating-point dtype or int8")
-
-
-def _check_latent(sizes: Sequence[LayerSizes], dtype: torch.dtype) -> None:
-    if dtype in QUANTISED:
-        raise TypeError(f"dtype: got {dtype} with latent=True, takes a floating-point dtype")
-    for size in sizes:
-        if size.value_dim > size.head_dim:
-            raise ValueError(
-                f"value_dim: got {size.value_dim} with latent=True, takes at most head_dim, "
-                f"{size.head_dim}"
-            )
-
-
-def _states_of(
-    states: Sequence[tuple[Sequence[int], torch.dtype]], num_states: int, host_states: int
-) -> list[StateSize]:
-    """The tensors of a sequence's states."""
-    check_whole_number("num_states", num_states, least=1 if states else 0)
-    check_whole_number("host_states", host_states, least=0)
-    found = []
-    for shape, dtype in states:
-        for size in shape:
-            check_whole_number("states", size, least=1)
-        if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"states: got {type(dtype).__name__}, takes shapes and dtypes")
-        found.append(StateSize(tuple(shape), dtype))
-    return found
-
-
-def _windows_of(
-    num_layers: int | None,
-    window: int | None,
-    windows: Sequence[int | None] | None,
-    *,
-    paged: bool,
-) -> list[int | None]:
-    """The window of each layer; `paged`: there is one at least."""
-    if windows is None:
-        if num_layers is None:
-            raise TypeError("num_layers: got None, takes a whole number, or windows for each layer")
-        check_whole_number("num_layers", num_layers, least=1)
-        check_whole_number("window", 0 if window is None else window, least=0)
-        return [window] * num_layers
-    if num_layers is not None or window is not None:
-        raise TypeError("windows: got it beside num_layers or window, takes either")
-    if not isinstance(windows, Sequence):
-        got = type(windows).__name__
-        raise TypeError(f"windows: got {got}, takes a window or None for each layer")
-    if not windows and paged:
-        raise ValueError("windows: got none, takes one for each layer")
-    for each in windows:
-        check_whole_number("windows", 0 if each is None else each, least=0)
-    return list(windows)
