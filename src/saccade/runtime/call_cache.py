@@ -152,10 +152,7 @@ def find(
     if _must_be_validated(mask, score, scale, implementation, config):
         return None, None
     options = mask, score, scale, implementation, config, max_logit
-    try:
-        layout = _layout_of(query, key, value, *options)
-    except RuntimeError:  # nested tensors have no sizes
-        return None, None
+    layout = _layout_of(query, key, value, *options)
     found = None if layout is None else _layouts.get(layout)
     if layout is None or found is not None:
         return layout, found
@@ -175,10 +172,7 @@ def find_packed(
     if _must_be_validated(mask, score, scale, implementation, config):
         return None, None
     options = mask, score, scale, implementation, config, max_logit
-    try:
-        layout = _layout_of(query, key, value, *options)
-    except RuntimeError:  # nested tensors have no sizes
-        return None, None
+    layout = _layout_of(query, key, value, *options)
     if layout is None or values_readable(ends) or values_readable(of_keys):
         return None, None
     if not (ends.is_contiguous() and of_keys.is_contiguous()):  # validation copies them
@@ -203,6 +197,8 @@ def _layout_of(
     if not (key.dtype is value.dtype is dtype and key.device == value.device == device):
         return None
     if not (query.layout is strided and key.layout is strided and value.layout is strided):
+        return None
+    if query.is_nested or key.is_nested or value.is_nested:  # they have no sizes
         return None
     if query.is_neg() or key.is_neg() or value.is_neg():  # see `deferred`
         return None
@@ -368,17 +364,14 @@ def key_of_any(
         return None
     for tensor in tensors:
         if tensor is not None:
-            if tensor.is_neg():  # see `deferred`
+            if tensor.is_nested or tensor.is_neg():  # see `_layout_of`
                 return None
             if tensor.dim() == 1 and not tensor.is_contiguous():  # validation copies those
                 return None
-    try:
-        layouts = [
-            None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
-            for tensor in tensors
-        ]
-    except RuntimeError:  # nested tensors have no sizes
-        return None
+    layouts = [
+        None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+        for tensor in tensors
+    ]
     return (
         operation, *layouts, values, types, mask, score, scale, implementation, config,
         precision(torch.float32),

@@ -153,10 +153,14 @@ class Request:
             return "stop_string"
         return "length" if len(self.generated) >= self.limits.max_new_tokens else None
 
-    def restart(self) -> None:
-        """Wait for a turn, with no pages; what follows from its tokens is worked out anew."""
+    def lose_pages(self) -> None:
+        """Wait for a turn, with no pages: all of its tokens are computed again."""
         self.recomputed += self.computed
         self.sequence, self.computed, self.state = None, 0, RequestState.WAITING
+
+    def restart(self) -> None:
+        """The same; what follows from its tokens is worked out anew, too."""
+        self.lose_pages()
         if self.stream is not None:
             self.stream.replay(
                 [token for token in self.generated if token not in self.limits.stop_tokens]

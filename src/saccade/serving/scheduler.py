@@ -431,10 +431,8 @@ class Scheduler:
         """Let requests begin again that have grown past the first length since."""
         for request in [each for each in self.running if self._outgrows(each, each.num_tokens)]:
             self._cache.free(_sequence(request))
-            request.recomputed += request.computed
-            request.sequence, request.computed = None, 0
+            request.lose_pages()
             self.running.remove(request)
-            request.state = RequestState.WAITING
             self.add(request)
 
     def _missing(self, tokens: int, computed: int) -> list[int]:
@@ -458,22 +456,22 @@ class Scheduler:
     def _preempt_youngest(self) -> None:
         """Take the pages of the youngest request that runs, and let it wait."""
         request = self.running[-1]
-        sequence, state = _sequence(request), RequestState.WAITING
-        if self._preemption == "swap":
-            try:
-                self._cache.swap_out(sequence)
-                state = RequestState.SWAPPED
-            except OutOfPagesError:
-                pass  # the host is full, so it is computed again
-        if state is RequestState.WAITING:
-            self._cache.free(sequence)
-            request.recomputed += request.computed
-            request.sequence, request.computed = None, 0
+        if not (self._preemption == "swap" and self._swaps_out(request)):
+            self._cache.free(_sequence(request))
+            request.lose_pages()
         del self.running[-1]
-        request.state = state
         request.preemptions += 1
         self.preemptions += 1
         self.add(request)
+
+    def _swaps_out(self, request: Request) -> bool:
+        """Move its pages to the host; False where that is full."""
+        try:
+            self._cache.swap_out(_sequence(request))
+        except OutOfPagesError:
+            return False
+        request.state = RequestState.SWAPPED
+        return True
 
 
 def _sequence(request: Request) -> int:
