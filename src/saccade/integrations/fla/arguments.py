@@ -15,8 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saccade.runtime.arguments import check_floating_point
-
 
 def check_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> None:
     """Refuse options that a function does not have; older versions of fla had `head_first`."""
@@ -36,7 +34,10 @@ def check_unknown(unknown: Mapping[str, Any], function: Callable[..., Any]) -> N
 def check_floats(name: str, value: object, form: str) -> str:
     """Refuse what is no floating-point tensor; gives what is taken instead."""
     takes = f"a floating-point tensor {form}"
-    check_floating_point(name, value, takes)
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: got {type(value).__name__}, takes {takes}")
+    if not value.is_floating_point():
+        raise TypeError(f"{name}: got {value.dtype}, takes {takes}")
     return takes
 
 

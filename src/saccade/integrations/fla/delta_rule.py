@@ -20,7 +20,6 @@ from saccade.integrations.fla.arguments import (
     check_shape,
     check_unknown,
 )
-from saccade.runtime.spec import accumulate_dtype
 
 State = Tensor | None
 STEPS = 8  # tokens that change a copy of the state one by one, where no gradient is wanted
@@ -334,7 +333,7 @@ def _rate(beta: Tensor, v: Tensor, sigmoid: bool, twice: bool) -> Tensor:
 
 def _wide(tensor: Tensor) -> Tensor:
     """In float32, in which fla computes gates; float64 stays."""
-    return tensor.to(accumulate_dtype(tensor.dtype))
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def _check(
